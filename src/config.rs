@@ -11,7 +11,6 @@
 //! ```
 
 use std::fmt::{self, Write};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use log::LevelFilter;
@@ -20,9 +19,11 @@ use crate::error::InitError;
 
 mod engine;
 mod nccl_fields;
+mod transports;
 
 pub use engine::EngineChoice;
 pub use nccl_fields::NcclFields;
+pub use transports::{TransportChoice, UcxChoice};
 
 macro_rules! options {
     ($($field:ident: $kind:ty, $name:literal, $default:literal, $also:expr, $meaning:literal;)*) => {
@@ -58,10 +59,10 @@ macro_rules! options {
 
 options! {
     transport: TransportChoice, "transport", "auto", &[],
-        "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts. `ucx` is for transports \
-         between two processes alone, which auto gives it too, between hosts that have RDMA devices.";
+        "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts, or UCX where both have \
+         RDMA devices that it can use. `shm`, `tcp` and `ucx` are that way alone, between all ranks.";
     ucx: UcxChoice, "ucx", "auto", &[],
-        "The library UCX for transports between two processes, 1.14 or later: a file; auto takes the one that the process has \
+        "The library UCX, 1.14 or later: a file; auto takes the one that the process has \
          loaded, the system's, or that of the Python package libucx-cu12 or -cu13; off for none. The first that a process takes \
          is its only one.";
     socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],
@@ -233,48 +234,6 @@ pub fn manual() -> String {
             .expect("a string takes any text");
     }
     text
-}
-
-/// Which transports may be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TransportChoice {
-    /// Shared memory within a host, TCP between hosts.
-    Auto,
-    /// Shared memory only.
-    Shm,
-    /// TCP only.
-    Tcp,
-    /// UCX, beside connections through shared memory's sockets and TCP that say what it does.
-    Ucx,
-}
-
-impl TransportChoice {
-    /// Whether ranks may use shared memory.
-    pub(crate) fn has_shm(self) -> bool {
-        match self {
-            TransportChoice::Auto | TransportChoice::Shm | TransportChoice::Ucx => true,
-            TransportChoice::Tcp => false,
-        }
-    }
-
-    /// Whether ranks may use TCP, which takes a network interface.
-    pub(crate) fn has_tcp(self) -> bool {
-        match self {
-            TransportChoice::Auto | TransportChoice::Tcp | TransportChoice::Ucx => true,
-            TransportChoice::Shm => false,
-        }
-    }
-}
-
-/// Whether UCX is used, and which.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum UcxChoice {
-    /// The first that is found.
-    Auto,
-    /// None.
-    Off,
-    /// This file.
-    File(PathBuf),
 }
 
 /// Whether to do something that may pay or not.
@@ -490,28 +449,18 @@ impl Value for Duration {
 }
 
 impl Value for TransportChoice {
-    const EXPECTED: &'static str = "auto, shm, tcp or ucx";
+    const EXPECTED: &'static str = TransportChoice::FORM;
 
     fn parse(text: &str) -> Option<Self> {
-        match text {
-            "auto" => Some(TransportChoice::Auto),
-            "shm" => Some(TransportChoice::Shm),
-            "tcp" => Some(TransportChoice::Tcp),
-            "ucx" => Some(TransportChoice::Ucx),
-            _ => None,
-        }
+        TransportChoice::read(text)
     }
 }
 
 impl Value for UcxChoice {
-    const EXPECTED: &'static str = "auto, off or a file";
+    const EXPECTED: &'static str = UcxChoice::FORM;
 
     fn parse(text: &str) -> Option<Self> {
-        Some(match text {
-            "auto" => UcxChoice::Auto,
-            "off" => UcxChoice::Off,
-            file => UcxChoice::File(file.into()),
-        })
+        Some(UcxChoice::read(text))
     }
 }
 
@@ -741,14 +690,6 @@ mod tests {
         assert!(short.contains("at least 16 characters") && !short.contains("hunter2"), "{short}");
         let absent = read("file:/nowhere").read("job_secret").unwrap_err().to_string();
         assert!(absent.contains("`/nowhere`"), "{absent}");
-    }
-
-    #[test]
-    fn ucx_is_found_or_named_or_off() {
-        let ucx = |value: &str| resolve(&[("NCCLX_RS_UCX", value)], &[]).unwrap().ucx;
-        let file = UcxChoice::File("/opt/ucx/lib/libucp.so.0".into());
-        let values = ["", "off", "/opt/ucx/lib/libucp.so.0"].map(ucx);
-        assert_eq!(values, [UcxChoice::Auto, UcxChoice::Off, file]);
     }
 
     #[test]

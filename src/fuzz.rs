@@ -18,6 +18,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("handshake", handshake::handshake),
     ("rdma", crate::rdma::fuzz::rdma),
     ("store", crate::comm::store::fuzz::store),
+    ("ucx", crate::transport::ucx::fuzz::ucx),
 ];
 
 /// Runs the target of that name.

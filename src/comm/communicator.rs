@@ -15,8 +15,9 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal, TransportChoice};
+use crate::config::{Config, DumpSignal};
 use crate::engine::collective::Request;
+use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::message::{Direction, MessageRequest};
@@ -130,11 +131,6 @@ impl Communicator {
         }
         limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
-        if config.transport == TransportChoice::Ucx {
-            let what =
-                "ucx moves bytes between two processes (RdmaTransport) alone: expected transport auto, shm or tcp";
-            return Err(InitError::Config(format!("communicator `{name}`: {what}")));
-        }
         // A shorter operation timeout also limits the wait for all ranks to join.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |what: &str, cause: std::io::Error| InitError::Os {
@@ -161,9 +157,11 @@ impl Communicator {
         };
         let Bootstrap { ranks, comm_id, tuning, scratch_bytes, .. } =
             bootstrap::join(&name, rank, size, store, &config, open)?;
+        Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
         let topo = Topology::new(&hosts);
+        transports.settle(&name, &topo);
         let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
         let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
         let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
@@ -232,7 +230,7 @@ impl Communicator {
             timeout_millis,
             configured_timeout,
             stack_frames,
-            maps_windows: config.transport.has_shm(),
+            maps_windows: config.transport.has_shm() && config.transport.has_others_than_ucx(),
             driver,
             device,
             detector,
@@ -480,7 +478,11 @@ impl Communicator {
         let (begun, left) = self.driver.with_engine(|engine| {
             engine.check_open(op.kind.name())?;
             let begun = begin(engine, &self.driver)?;
-            let Submitted::Pending(work) = &begun else { return Ok::<_, Error>((begun, None)) };
+            let Submitted::Pending(work) = &begun else {
+                // Nobody waits for it any more, also if a transport has bytes of it that have not left.
+                let needs_progress = engine.context.endpoints.holds_bytes();
+                return Ok::<_, Error>((begun, needs_progress.then(|| (Finished::new(), true))));
+            };
             engine.write_due_dump();
             if op.mode == Mode::Async {
                 for _ in 0..FIRST_STEPS {

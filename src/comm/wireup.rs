@@ -16,6 +16,7 @@ use crate::transport::auth::Identity;
 use crate::transport::shm::{RingSettings, ShmTransport};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::tls::Tls;
+use crate::transport::ucx::{Allowed, Need, UcxTransport};
 use crate::types::Rank;
 
 /// What streams are for.
@@ -44,17 +45,39 @@ impl Entry {
     }
 }
 
+/// The error of a rank that does without UCX where it must not.
+fn no_ucx(name: &str, rank: Rank, cause: &str) -> InitError {
+    InitError::Config(format!("communicator `{name}`: rank {rank} does not take UCX: {cause}"))
+}
+
 /// Which peers a transport is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Locality {
     SameHost,
+    OtherHosts,
     Everywhere,
+    /// None: it has turned out to be of no use.
+    Nowhere,
+}
+
+impl Locality {
+    /// Whether it is for a peer, which may be on the same host.
+    fn has(self, is_same_host: bool) -> bool {
+        match self {
+            Locality::SameHost => is_same_host,
+            Locality::OtherHosts => !is_same_host,
+            Locality::Everywhere => true,
+            Locality::Nowhere => false,
+        }
+    }
 }
 
 /// The transports of one communicator, the preferred ones first.
 #[derive(Default)]
 pub(crate) struct Transports {
     transports: Vec<Entry>,
+    /// UCX, where it is used only if it is better than TCP.
+    optional_ucx: Option<Allowed>,
 }
 
 impl Transports {
@@ -71,7 +94,10 @@ impl Transports {
             let (comm, what) = (name.to_owned(), what.to_owned());
             move |cause: std::io::Error| InitError::Os { comm, what, cause: cause.to_string() }
         };
-        let mut transports = Vec::new();
+        let choice = config.transport;
+        // The failure detector has connections of its own, which say that a process is gone.
+        let has_others = purpose == Purpose::FailureDetector || choice.has_others_than_ucx();
+        let (mut transports, mut optional_ucx) = (Vec::new(), None);
         let line_ownership = config.shm_line_ownership;
         let (bytes, peer_can_read, timeout) = match purpose {
             Purpose::Data => {
@@ -79,22 +105,78 @@ impl Transports {
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
-        if config.transport.has_shm() {
+        if choice.has_shm() && has_others {
             let settings = RingSettings { bytes, peer_can_read, line_ownership };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });
         }
-        if config.transport.has_tcp() {
+        if choice.has_tcp() {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
             let tls = Tls::new(config, &identity.secret)?;
-            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
-                .map_err(os("the TCP transport"))?;
-            transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
+            if purpose == Purpose::Data && identity.size > 1 {
+                let allowed = Allowed::by(config, &[], tls.is_some());
+                let allowed = match allowed {
+                    Err(cause) if has_others => {
+                        log::debug!("communicator `{name}`: no UCX: {cause}");
+                        None
+                    }
+                    // The cause is known before others rely on this rank.
+                    allowed if !has_others => {
+                        let loaded = allowed.and_then(|allowed| allowed.load().map(|_| allowed));
+                        Some(loaded.map_err(|cause| no_ucx(name, identity.me, &cause))?)
+                    }
+                    allowed => allowed.ok(),
+                };
+                if let Some(allowed) = allowed {
+                    let (need, locality) = match has_others {
+                        true => (Need::Better, Locality::OtherHosts),
+                        false => (Need::Any, Locality::Everywhere),
+                    };
+                    optional_ucx = Some(allowed.clone()).filter(|_| has_others);
+                    let (identity, poller, advertise) = (identity.clone(), poller.clone(), advertise.clone());
+                    let transport = UcxTransport::new(identity, allowed, need, poller, advertise, timeout)
+                        .map_err(os("the UCX transport"))?;
+                    transports.push(Entry { transport: Box::new(transport), locality, purpose });
+                }
+            }
+            if has_others {
+                let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
+                    .map_err(os("the TCP transport"))?;
+                transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
+            }
         }
-        Ok(Transports { transports })
+        Ok(Transports { transports, optional_ucx })
+    }
+
+    /// Refuses ranks of which one takes UCX alone and another does not offer it. All ranks find the same.
+    pub(crate) fn check(name: &str, ranks: &[RankInfo]) -> Result<(), InitError> {
+        let offers = |info: &&RankInfo, transport: &str| info.addresses.contains_key(transport);
+        let takes_alone = |info: &&RankInfo| offers(info, "ucx") && !offers(info, "tcp");
+        let forced = ranks.iter().find(takes_alone);
+        let Some((forced, lacking)) = forced.zip(ranks.iter().find(|info| !offers(info, "ucx"))) else {
+            return Ok(());
+        };
+        let cause = format!("rank {} has transport=ucx alone; set it on both, or on neither", forced.rank);
+        Err(no_ucx(name, lacking.rank, &cause))
+    }
+
+    /// Loads UCX where it may be better than TCP, which it can be between hosts alone, and does without where that fails.
+    pub(crate) fn settle(&mut self, name: &str, topo: &Topology) {
+        let Some(allowed) = self.optional_ucx.take() else { return };
+        let cause = match topo.hosts().len() {
+            1 => "all ranks are on one host".to_owned(),
+            _ => match allowed.load() {
+                Ok(_) => return,
+                Err(cause) => cause,
+            },
+        };
+        log::debug!("communicator `{name}`: no UCX: {cause}");
+        for entry in self.transports.iter_mut().filter(|entry| entry.transport.name() == "ucx") {
+            entry.locality = Locality::Nowhere;
+        }
     }
 
     /// The addresses to publish, by transport name.
@@ -113,8 +195,7 @@ impl Transports {
         peer: Rank,
     ) -> Result<Vec<Route>, InitError> {
         let candidates = self.transports.iter().enumerate();
-        let reaching =
-            candidates.filter(|(_, entry)| entry.locality == Locality::Everywhere || topo.same_host(me, peer));
+        let reaching = candidates.filter(|(_, entry)| entry.locality.has(topo.same_host(me, peer)));
         let route = |(transport, entry): (usize, &Entry)| {
             let address = ranks[peer.index()].addresses.get(&entry.key())?.clone();
             Some(Route { transport, address })

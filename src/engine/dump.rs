@@ -49,6 +49,9 @@ struct Peer<'a> {
     called: u64,
     /// Why it cannot be reached any more.
     lost: Option<&'a str>,
+    /// The transport by which it is reached, once this rank has talked to it, and the devices that UCX goes through.
+    transport: Option<&'static str>,
+    devices: Vec<String>,
     /// How the TCP connection to it does, or did until it was lost, if there is one.
     link: Option<TcpStats>,
     /// How the shared memory through which its messages come is read, if they do.
@@ -156,13 +159,19 @@ impl Engine {
             operations: self.context.recorder.count(),
             collectives: self.collectives.next_sequence(),
             peers: others
-                .map(|rank| Peer {
-                    rank: rank.index(),
-                    host: self.context.topo.host_of(rank),
-                    called: self.collectives.called(rank),
-                    lost: self.context.endpoints.lost(rank),
-                    link: self.context.endpoints.tcp_stats(rank),
-                    ring: self.context.endpoints.ring_stats(rank),
+                .map(|rank| {
+                    let endpoints = &self.context.endpoints;
+                    let (transport, devices) = endpoints.transport(rank).unzip();
+                    Peer {
+                        rank: rank.index(),
+                        host: self.context.topo.host_of(rank),
+                        called: self.collectives.called(rank),
+                        lost: endpoints.lost(rank),
+                        transport,
+                        devices: devices.unwrap_or_default(),
+                        link: endpoints.tcp_stats(rank),
+                        ring: endpoints.ring_stats(rank),
+                    }
                 })
                 .collect(),
             records: self.context.recorder.records().into_iter().map(|record| Entry::new(record, &clock)).collect(),

@@ -136,6 +136,13 @@ impl Endpoints {
         self.peers.get(peer).and_then(|peer| peer.outbox.tcp_stats().or(peer.last_tcp_stats))
     }
 
+    /// The name of the transport by which `peer` is reached, once this rank has talked to it, and what bytes go through where that
+    /// transport chooses.
+    pub(crate) fn transport(&self, peer: Rank) -> Option<(&'static str, Vec<String>)> {
+        let peer = self.peers.get(peer).filter(|peer| peer.outbox.is_open())?;
+        Some((peer.connector.transport(&self.transports), peer.outbox.devices()))
+    }
+
     /// How shared memory of `peer` is read, if there is a ring for it.
     pub(crate) fn ring_stats(&self, peer: Rank) -> Option<RingStats> {
         self.peers.get(peer).and_then(|peer| peer.inbox.as_ref()?.ring_stats())
@@ -224,7 +231,10 @@ impl Endpoints {
     /// Puts the streams on the agenda that are ready.
     pub(crate) fn look(&mut self) -> Looked {
         let (mut named, mut gone) = (std::mem::take(&mut self.named), Vec::new());
-        let is_other_ready = self.watcher.look(&mut named);
+        let mut is_other_ready = self.watcher.look(&mut named);
+        for transport in &mut self.transports {
+            is_other_ready |= transport.look(&mut named);
+        }
         let is_stream_ready = !named.is_empty();
         for name in named.drain(..) {
             match name {
@@ -582,7 +592,12 @@ impl Endpoints {
     /// Whether bytes wait to be written, or streams are being opened.
     pub(crate) fn is_busy(&self) -> bool {
         self.queues().chain(self.unsettled()).any(|peer| peer.outbox.is_waiting() || peer.outbox.is_opening())
-            || self.transports.iter().any(|transport| transport.holds_bytes())
+            || self.holds_bytes()
+    }
+
+    /// Whether bytes that streams have taken wait in this process.
+    pub(crate) fn holds_bytes(&self) -> bool {
+        self.transports.iter().any(|transport| transport.holds_bytes())
     }
 
     /// Whether every byte that should has left this process.
@@ -623,6 +638,7 @@ impl Endpoints {
                 self.dozing.push((List::Blocked, peer));
             }
         }
+        ready = ready || self.transports.iter_mut().any(|transport| transport.arm());
         self.is_asleep = !ready;
         !ready
     }

@@ -246,6 +246,11 @@ impl Outbox {
         self.send_stream.as_ref().and_then(|send_stream| send_stream.tcp_stats())
     }
 
+    /// What bytes go through, where the transport chooses that.
+    pub(crate) fn devices(&self) -> Vec<String> {
+        self.send_stream.as_ref().map_or_else(Vec::new, |send_stream| send_stream.devices())
+    }
+
     /// Whether everything has left this process.
     pub(crate) fn flushed(&mut self) -> Result<bool, LinkDown> {
         match &mut self.send_stream {

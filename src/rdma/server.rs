@@ -20,6 +20,7 @@ use crate::sys::cma::PeerMemory;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::socket;
 use crate::sys::ucx::RegisteredMemory;
+use crate::transport::ucx::Offer;
 
 /// Serves a transport's peers until it is dropped.
 pub(super) struct Server {
@@ -31,7 +32,7 @@ pub(super) struct Server {
 
 struct Shared {
     address: Address,
-    ucx: ucx::Offer,
+    ucx: Offer,
     silence: Duration,
     connections: Mutex<Connections>,
 }
@@ -48,7 +49,7 @@ impl Server {
     /// Serves those who connect to `address`, where the listeners are. Connections to other hosts end after so much silence.
     pub(super) fn start(
         address: Address,
-        ucx: ucx::Offer,
+        ucx: Offer,
         unix: UnixListener,
         tcp: TcpListener,
         silence: Duration,
@@ -159,7 +160,7 @@ fn serve_connection(shared: &Shared, mut wire: Wire) {
 }
 
 /// Answers the requests of a connection whose sides have proved themselves, until it ends.
-pub(super) fn serve_proved(wire: Wire, offer: &ucx::Offer) -> io::Result<()> {
+pub(super) fn serve_proved(wire: Wire, offer: &Offer) -> io::Result<()> {
     let peer = wire.peer_memory();
     let mut serving = Serving { wire, peer, offer, ucx: None, exposed: HashMap::new(), piece: vec![0; PIECE_BYTES] };
     let ended = serving.serve();
@@ -171,7 +172,7 @@ pub(super) fn serve_proved(wire: Wire, offer: &ucx::Offer) -> io::Result<()> {
 struct Serving<'a> {
     wire: Wire,
     peer: Option<PeerMemory>,
-    offer: &'a ucx::Offer,
+    offer: &'a Offer,
     /// Before what it exposes, so that it ends first.
     ucx: Option<ucx::Accepted>,
     /// What the peer may read through UCX now, how often, and what keeps it.

@@ -14,7 +14,7 @@ use crate::rdma::error::RdmaError;
 use crate::rdma::memory::check_range;
 use crate::rdma::pending::Pending;
 use crate::rdma::server::Server;
-use crate::rdma::ucx::{self, Need};
+use crate::rdma::ucx;
 use crate::rdma::wire::{Address, VERSION, Wire};
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::fork::Origin;
@@ -22,6 +22,7 @@ use crate::sys::ucx::{Context, Endpoint};
 use crate::sys::{cma, net, random, socket};
 use crate::transport::auth::Secret;
 use crate::transport::tls::Tls;
+use crate::transport::ucx::{Need, Offer, offer};
 
 /// Reads and writes the memory of one other process, and lets that one access what this process has registered. Dropping it ends
 /// what is in flight.
@@ -139,8 +140,8 @@ impl Transport {
     }
 
     /// UCX, where the settings want it.
-    fn ucx(&self, operation: &'static str, has_tls: bool) -> Result<ucx::Offer, RdmaError> {
-        let offer = ucx::offer(&self.config, &self.packages, has_tls);
+    fn ucx(&self, operation: &'static str, has_tls: bool) -> Result<Offer, RdmaError> {
+        let offer = offer(&self.config, &self.packages, has_tls);
         match &offer {
             Err(cause) if self.config.transport == TransportChoice::Ucx => {
                 Err(RdmaError::Ucx { operation, cause: cause.clone() })

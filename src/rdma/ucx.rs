@@ -1,55 +1,20 @@
-//! UCX as a way for bytes, beside a connection whose sides have proved themselves: who offers it, how the sides connect through it,
-//! and how they wait.
+//! UCX as a way for bytes, beside a connection whose sides have proved themselves: how the sides connect through it, and how they
+//! wait.
 //!
 //! Either side only ever reads by it. So whoever writes to memory is a thread of its owner.
 
 use std::io;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use crate::config::{Config, TransportChoice, UcxChoice};
 use crate::rdma::protocol::{PACKED_MAX, Request, Say};
 use crate::rdma::wire::Wire;
 use crate::sync::Arc;
 use crate::sys::lent_bytes::LentBytes;
-use crate::sys::net;
 use crate::sys::ucx::{Context, Device, Endpoint, RegisteredMemory, UcxError};
-
-/// UCX as a transport offers it to its peer, or why it does not.
-pub(super) type Offer = Result<Arc<Context>, String>;
-
-/// What a transport with these settings offers. `has_tls` says that nothing may travel in the clear.
-pub(super) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Offer {
-    let named = match &config.ucx {
-        UcxChoice::Off => return Err("its setting `ucx` is off".to_owned()),
-        UcxChoice::Auto => None,
-        UcxChoice::File(path) => Some(path.as_path()),
-    };
-    match config.transport {
-        TransportChoice::Shm | TransportChoice::Tcp => return Err("its setting `transport` is another".to_owned()),
-        // Before the library is loaded, which patches functions of the process.
-        TransportChoice::Auto if !net::has_rdma_devices() => {
-            return Err("its setting `transport` is auto, and its host has no RDMA device".to_owned());
-        }
-        TransportChoice::Auto | TransportChoice::Ucx => {}
-    }
-    if has_tls {
-        return Err("its setting `tls` forbids what travels in the clear".to_owned());
-    }
-    Context::of_process(named, packages).map_err(|error| error.to_string())
-}
-
-/// Whether a transport that may use UCX has to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Need {
-    /// Where UCX goes through an RDMA device.
-    Better,
-    /// Where UCX goes through an RDMA device or shared memory.
-    Any,
-}
+use crate::transport::ucx::{Need, Offer};
 
 /// The opening side's part: asks the peer for its end, connects, and reads a few bytes. So what is returned works.
 pub(super) fn open(wire: &mut Wire, context: &Arc<Context>, need: Need, deadline: Instant) -> io::Result<Endpoint> {
@@ -202,26 +167,6 @@ const PROBE: [u8; 8] = *b"ncclx_rs";
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn offered(settings: &[(&str, &str)], has_tls: bool) -> Result<(), String> {
-        let hints: Vec<_> = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-        let config = Config::resolve_with(&|_| None, &hints).expect("valid settings");
-        offer(&config, &[], has_tls).map(drop)
-    }
-
-    #[test]
-    fn who_offers_no_ucx_says_why() {
-        let reason = |settings: &[(&str, &str)], has_tls| offered(settings, has_tls).expect_err("no UCX");
-        assert_eq!(reason(&[("transport", "tcp")], false), "its setting `transport` is another");
-        assert_eq!(reason(&[("transport", "ucx"), ("ucx", "off")], false), "its setting `ucx` is off");
-        assert!(reason(&[("transport", "ucx")], true).starts_with("its setting `tls`"));
-        let missing = reason(&[("transport", "ucx"), ("ucx", "/nowhere/libucp.so.0")], false);
-        assert!(missing.starts_with("/nowhere/libucp.so.0 cannot be loaded: "), "{missing}");
-        if !net::has_rdma_devices() {
-            let automatic = reason(&[("ucx", "/nowhere/libucp.so.0")], false);
-            assert_eq!(automatic, "its setting `transport` is auto, and its host has no RDMA device");
-        }
-    }
 
     #[test]
     fn an_introduction_is_read_as_it_was_written() {

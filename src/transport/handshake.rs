@@ -1,6 +1,7 @@
 //! Runs the handshake of [`auth`](super::auth) over a connection that never blocks.
 
 use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -18,21 +19,24 @@ pub(crate) trait Channel: Read + Write {
 
 impl Channel for UnixStream {}
 
-/// Sends and receives messages of fixed sizes.
+/// Without TLS.
+impl Channel for TcpStream {}
+
+/// Sends and receives messages of known sizes.
 #[derive(Debug, Default)]
-struct Exchange {
+pub(crate) struct Exchange {
     outgoing: Vec<u8>,
     sent: usize,
     incoming: Vec<u8>,
 }
 
 impl Exchange {
-    fn queue(&mut self, bytes: &[u8]) {
+    pub(crate) fn queue(&mut self, bytes: &[u8]) {
         self.outgoing.extend_from_slice(bytes);
     }
 
     /// Writes queued bytes. True: all are written.
-    fn flush(&mut self, stream: &mut impl Write) -> Result<bool, LinkDown> {
+    pub(crate) fn flush(&mut self, stream: &mut impl Write) -> Result<bool, LinkDown> {
         while self.sent < self.outgoing.len() {
             match stream.write(&self.outgoing[self.sent..]) {
                 Ok(0) => return Err(LinkDown::hung_up("the connection was closed during the handshake")),
@@ -45,10 +49,16 @@ impl Exchange {
     }
 
     /// Reads the next message of `N` bytes; none while it is not complete.
-    fn next<const N: usize>(&mut self, stream: &mut impl Read) -> Result<Option<[u8; N]>, LinkDown> {
-        let mut buffer = [0; N];
-        while self.incoming.len() < N {
-            let missing = N - self.incoming.len();
+    pub(crate) fn next<const N: usize>(&mut self, stream: &mut impl Read) -> Result<Option<[u8; N]>, LinkDown> {
+        let message = self.next_of(N, stream)?;
+        Ok(message.map(|message| message.try_into().expect("exactly N bytes were read")))
+    }
+
+    /// The same of `len` bytes.
+    pub(crate) fn next_of(&mut self, len: usize, stream: &mut impl Read) -> Result<Option<Vec<u8>>, LinkDown> {
+        let mut buffer = [0; 256];
+        while self.incoming.len() < len {
+            let missing = (len - self.incoming.len()).min(buffer.len());
             match stream.read(&mut buffer[..missing]) {
                 Ok(0) => return Err(LinkDown::hung_up("the connection was closed during the handshake")),
                 Ok(count) => self.incoming.extend_from_slice(&buffer[..count]),
@@ -56,9 +66,7 @@ impl Exchange {
                 Err(error) => return Err(error.into()),
             }
         }
-        let message = self.incoming[..].try_into().expect("exactly N bytes were read");
-        self.incoming.clear();
-        Ok(Some(message))
+        Ok(Some(std::mem::take(&mut self.incoming)))
     }
 }
 

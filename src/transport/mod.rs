@@ -10,10 +10,12 @@
 pub mod auth;
 pub(crate) mod handshake;
 pub(crate) mod pending;
+mod runs;
 pub mod shm;
 pub(crate) mod shortage;
 pub mod tcp;
 pub(crate) mod tls;
+pub mod ucx;
 
 use std::io::{self, IoSlice};
 use std::time::Instant;
@@ -99,6 +101,11 @@ pub trait SendStream: Send {
     /// The kernel's statistics of the connection, if the stream is one.
     fn tcp_stats(&self) -> Option<TcpStats> {
         None
+    }
+
+    /// What bytes go through, where the transport chooses that: each its name of the way and the device.
+    fn devices(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// Whether every byte taken so far has left this process, so that it survives this process's exit.
@@ -226,6 +233,17 @@ pub trait Transport: Send {
 
     /// When [`Transport::accept`] must be called at the latest, because a connection is in its handshake; none if none is.
     fn accepting_until(&self) -> Option<Instant>;
+
+    /// Appends the streams that are ready now and have no descriptor of their own that would tell the poller, as
+    /// [`Watcher::look`] does. True: [`Transport::accept`] has something to do.
+    fn look(&mut self, _named: &mut Vec<StreamName>) -> bool {
+        false
+    }
+
+    /// Asks the poller to wake for what streams share, once all of them are armed. True: there is something to do now.
+    fn arm(&mut self) -> bool {
+        false
+    }
 }
 
 /// What the tests of each transport begin with.

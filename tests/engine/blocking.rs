@@ -8,7 +8,7 @@ use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{CommOptions, Communicator, Element, Error, InitError, Rank, ReduceOp, Source, Tag, bf16, f16};
 
 use crate::failures::missing_and_callers;
-use crate::world::{WIRES, Wire, world, world_with};
+use crate::world::{Wire, wires, world, world_with};
 
 fn me(comm: &Communicator) -> usize {
     comm.rank().index()
@@ -20,7 +20,7 @@ fn block(from: usize, to: usize, count: usize) -> Vec<i64> {
 }
 
 fn everywhere(check: fn(&Communicator, usize)) {
-    for wire in WIRES {
+    for wire in wires() {
         for size in [1, 2, 3] {
             world(wire, size, move |comm| [0, 1, 70, 20_000].into_iter().for_each(|count| check(comm, count)));
         }
@@ -210,7 +210,7 @@ fn a_call_that_times_out_returns_and_names_the_missing_rank() {
 
 #[test]
 fn parts_of_a_world_work_beside_it() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 5, |comm| {
             let even = comm.rank().0.is_multiple_of(2);
             // Evens in reverse order; a list's order is the new one.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 use ncclx_rs::{Communicator, Element, OpKind, Rank, ReduceOp};
 
-use crate::world::{WIRES, buffer, run, world, world_hinted};
+use crate::world::{buffer, run, wires, world, world_hinted};
 
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 /// Empty, tiny, eager, and announced in several fragments.
@@ -24,7 +24,7 @@ fn me(comm: &Communicator) -> usize {
 }
 
 fn everywhere(check: impl Fn(&Communicator, usize) + Clone + Send + Sync + 'static) {
-    for wire in WIRES {
+    for wire in wires() {
         for size in SIZES {
             let check = check.clone();
             world(wire, size, move |comm| COUNTS.into_iter().for_each(|count| check(comm, count)));
@@ -61,7 +61,7 @@ fn sums_in_the_order_of_the_ranks<T: Element + PartialEq>(comm: &Communicator, o
 
 #[test]
 fn direct_sums_are_in_the_order_of_the_ranks() {
-    for wire in WIRES {
+    for wire in wires() {
         world_hinted(wire, 4, Duration::from_secs(60), &[("algorithm", "direct")], |comm| {
             // One is lost beside the large numbers. The types of half precision are added in single precision.
             let (single, double) = (2f32.powi(30), 2f64.powi(60));
@@ -173,7 +173,7 @@ fn gather_and_scatter_are_rooted() {
 fn nobody_leaves_a_barrier_before_everybody_came() {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
-    for wire in WIRES {
+    for wire in wires() {
         for size in SIZES {
             let entered = Arc::new(AtomicUsize::new(0));
             world(wire, size, move |comm| {

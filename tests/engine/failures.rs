@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ncclx_rs::{Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
 
-use crate::world::{WIRES, buffer, op, run, world, world_with};
+use crate::world::{buffer, op, run, wires, world, world_with};
 
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -21,7 +21,7 @@ pub(crate) fn missing_and_callers(text: &str) -> (&str, &str) {
 
 #[test]
 fn a_mismatched_size_fails_on_every_rank_and_the_group_works_on() {
-    for wire in WIRES {
+    for wire in wires() {
         for (most, one) in [(3, 6), (30_000, 60_000), (0, 5)] {
             world(wire, 3, move |comm| {
                 let count = if comm.rank().0 == 1 { one } else { most };
@@ -42,7 +42,7 @@ fn a_mismatched_size_fails_on_every_rank_and_the_group_works_on() {
 
 #[test]
 fn different_collectives_are_named_on_every_rank() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 3, |comm| {
             let mut data = vec![1f32; 10];
             let memory = vec![buffer(&mut data)];
@@ -59,7 +59,7 @@ fn different_collectives_are_named_on_every_rank() {
 
 #[test]
 fn a_rank_that_does_not_call_is_named_in_the_timeout() {
-    for wire in WIRES {
+    for wire in wires() {
         world_with(wire, 3, SHORT * 2, |comm| {
             if comm.rank().0 == 2 {
                 std::thread::sleep(SHORT * 4); // the rank that is late is the subject of the test
@@ -74,7 +74,7 @@ fn a_rank_that_does_not_call_is_named_in_the_timeout() {
 
 #[test]
 fn a_rank_that_aborts_after_a_timeout_still_tells_the_cause() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 3, |comm| {
             if comm.rank().0 == 2 {
                 std::thread::sleep(SHORT * 4); // the rank that is late is the subject of the test
@@ -92,7 +92,7 @@ fn a_rank_that_aborts_after_a_timeout_still_tells_the_cause() {
 
 #[test]
 fn a_message_nobody_sends_times_out_and_the_group_works_on() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             if comm.rank().0 == 0 {
                 let mut data = [0i32];
@@ -109,7 +109,7 @@ fn a_message_nobody_sends_times_out_and_the_group_works_on() {
 
 #[test]
 fn a_message_of_another_length_fails() {
-    for wire in WIRES {
+    for wire in wires() {
         for count in [4, 100_000] {
             world(wire, 2, move |comm| {
                 if comm.rank().0 == 0 {
@@ -131,7 +131,7 @@ fn a_message_of_another_length_fails() {
 
 #[test]
 fn a_rank_that_leaves_is_named_by_those_that_wait_for_it() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 3, |comm| {
             run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
             if comm.rank().0 == 1 {
@@ -145,7 +145,7 @@ fn a_rank_that_leaves_is_named_by_those_that_wait_for_it() {
 
 #[test]
 fn abort_ends_a_blocked_wait() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             if comm.rank().0 == 1 {
                 return;
@@ -165,7 +165,7 @@ fn abort_ends_a_blocked_wait() {
 
 #[test]
 fn bad_arguments_are_refused_before_anything_is_sent() {
-    world(WIRES[0], 2, |comm| {
+    world(wires()[0], 2, |comm| {
         let mut data = vec![0f32; 3];
         let memory = vec![buffer(&mut data)];
         let refused = |kind: OpKind, argument: &str| {

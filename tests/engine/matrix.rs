@@ -7,6 +7,7 @@ use std::time::Duration;
 use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
 use ncclx_rs::{Communicator, Counts, OpKind, Rank, ReduceOp, SharedMemory, Topology};
 
+use crate::ucx_process;
 use crate::world::{Wire, buffer, host_of, run, world_hinted};
 
 const SIZES: [usize; 5] = [2, 3, 5, 9, 17];
@@ -182,4 +183,11 @@ fn every_algorithm_is_right_over_tcp() {
 #[test]
 fn every_algorithm_is_right_between_hosts() {
     everything_over(Wire::Mixed);
+}
+
+#[test]
+fn every_algorithm_is_right_over_ucx() {
+    if ucx_process::is_under_test() {
+        everything_over(Wire::Ucx);
+    }
 }

@@ -2,7 +2,7 @@
 
 use ncclx_rs::{Rank, ReduceOp, SharedMemory, Tag};
 
-use crate::world::{WIRES, Wire, world};
+use crate::world::{Wire, wires, world};
 
 /// How many segments of other ranks are mapped here: those are the ones without permission to write.
 fn mapped_to_read() -> usize {
@@ -12,7 +12,7 @@ fn mapped_to_read() -> usize {
 
 #[test]
 fn operations_on_shared_memory_are_right_on_every_wire() {
-    for wire in WIRES {
+    for wire in wires() {
         for size in [2, 3] {
             world(wire, size, move |comm| {
                 let me = comm.rank().index();

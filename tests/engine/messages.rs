@@ -10,7 +10,7 @@ use rustix::thread::sched_getaffinity;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::lacking::lacks;
-use crate::world::{WIRES, buffer, op, run, world};
+use crate::world::{buffer, op, run, wires, world};
 
 fn send(to: usize, tag: u32) -> OpKind {
     OpKind::Send { to: Rank::from(to), tag: Tag(tag) }
@@ -29,7 +29,7 @@ pub(crate) fn start(kind: OpKind, data: &mut [i32]) -> Op {
 
 #[test]
 fn both_sides_may_send_first() {
-    for wire in WIRES {
+    for wire in wires() {
         for count in [0, 1, 500, 300_000] {
             world(wire, 2, move |comm| {
                 let peer = 1 - comm.rank().index();
@@ -47,7 +47,7 @@ fn both_sides_may_send_first() {
 
 #[test]
 fn a_ring_of_blocking_sends_before_the_receives_completes() {
-    for wire in WIRES {
+    for wire in wires() {
         for size in [2, 3] {
             world(wire, size, move |comm| {
                 let me = comm.rank().index();
@@ -65,7 +65,7 @@ fn a_ring_of_blocking_sends_before_the_receives_completes() {
 
 #[test]
 fn blocking_sends_complete_also_where_a_collective_comes_before_the_receives() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 3, |comm| {
             let me = comm.rank().index();
             let mut out: Vec<Vec<i32>> = (0..3).map(|round| vec![3 * me as i32 + round; 600_000]).collect();
@@ -86,7 +86,7 @@ fn blocking_sends_complete_also_where_a_collective_comes_before_the_receives() {
 
 #[test]
 fn a_long_message_to_oneself_needs_no_order() {
-    world(WIRES[0], 1, |comm| {
+    world(wires()[0], 1, |comm| {
         let (mut out, mut back) = (vec![5; 300_000], vec![0; 300_000]);
         for receive_first in [true, false] {
             back.fill(0);
@@ -101,7 +101,7 @@ fn a_long_message_to_oneself_needs_no_order() {
 
 #[test]
 fn tags_match_in_any_order_and_one_tag_keeps_its_order() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             if comm.rank().0 == 0 {
                 let mut data: Vec<[i32; 1]> = (0..40).map(|i| [i]).collect();
@@ -126,7 +126,7 @@ fn tags_match_in_any_order_and_one_tag_keeps_its_order() {
 
 #[test]
 fn a_receive_from_any_rank_says_whose_message_it_got() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 4, |comm| {
             let rank = comm.rank().index();
             if rank == 0 {
@@ -152,7 +152,7 @@ fn a_receive_from_any_rank_says_whose_message_it_got() {
 
 #[test]
 fn messages_run_beside_collectives() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let peer = 1 - comm.rank().index();
             let mut late = vec![0; 100_000];
@@ -178,7 +178,7 @@ const WINDOW: usize = 1 << 20;
 
 #[test]
 fn many_unread_small_messages_are_bounded_and_arrive() {
-    for wire in WIRES {
+    for wire in wires() {
         let counted = Barrier::new(2);
         world(wire, 2, move |comm| {
             const MESSAGES: usize = 3000;
@@ -206,7 +206,7 @@ fn many_unread_small_messages_are_bounded_and_arrive() {
 
 #[test]
 fn short_messages_go_before_they_are_asked_for_also_after_many_windows_were_read() {
-    for wire in WIRES {
+    for wire in wires() {
         let sent = Barrier::new(2);
         world(wire, 2, move |comm| {
             let mut data = [comm.rank().0 as i32; 500];

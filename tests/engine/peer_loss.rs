@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
-use crate::world::{WIRES, Wire, buffer, op, run, world};
+use crate::world::{Wire, buffer, op, run, wires, world};
 
 const WATCHDOG: Duration = Duration::from_secs(50);
 
@@ -25,7 +25,7 @@ fn lost_rank(error: &Error) -> Option<u32> {
 
 #[test]
 fn idle_ranks_learn_which_rank_aborts_and_what_does_not_need_it_goes_on() {
-    for (wire, size) in WIRES.into_iter().flat_map(|wire| [(wire, 3), (wire, 9)]) {
+    for (wire, size) in wires().into_iter().flat_map(|wire| [(wire, 3), (wire, 9)]) {
         let (aborted, through) = (Arc::new(Barrier::new(size)), Arc::new(Barrier::new(size - 1)));
         world(wire, size, move |comm| {
             let victim = size as u32 - 1;
@@ -57,7 +57,7 @@ fn idle_ranks_learn_which_rank_aborts_and_what_does_not_need_it_goes_on() {
 
 #[test]
 fn a_rank_that_does_not_watch_another_hears_from_others_that_it_has_left() {
-    for wire in WIRES {
+    for wire in wires() {
         let (aborted, through) = (Arc::new(Barrier::new(9)), Arc::new(Barrier::new(9)));
         world(wire, 9, move |comm| {
             run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
@@ -80,7 +80,7 @@ fn a_rank_that_does_not_watch_another_hears_from_others_that_it_has_left() {
 
 #[test]
 fn a_shutdown_is_no_loss() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 4, |comm| {
             if comm.rank().0 == 3 {
                 return; // and shuts down
@@ -113,7 +113,7 @@ fn a_shutdown_is_no_loss() {
 
 #[test]
 fn a_rank_that_leaves_idle_fails_only_what_needs_it() {
-    for wire in WIRES {
+    for wire in wires() {
         let left = Arc::new(Barrier::new(4));
         world(wire, 4, move |comm| {
             let mut data = [f32::from(comm.rank().0 as u8); 4];

@@ -15,6 +15,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
 use crate::lacking::lacks;
+use crate::ucx_process;
 
 mod ucx;
 
@@ -30,11 +31,11 @@ const WIRES: [(Settings, &str); 3] = [
     (&[("transport", "tcp")], "tcp"),
 ];
 
-/// The wire of a process of [`ucx`], whose environment says what UCX goes through.
+/// The wire of a process of [`ucx_process`], whose environment says what UCX goes through.
 const UCX: [(Settings, &str); 1] = [(&[("transport", "ucx")], "ucx")];
 
 fn wires() -> &'static [(Settings, &'static str)] {
-    if ucx::is_under_test() { &UCX } else { &WIRES }
+    if ucx_process::is_under_test() { &UCX } else { &WIRES }
 }
 
 fn transport(settings: &[(&str, &str)]) -> Transport {

@@ -106,9 +106,23 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ),
     ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
     ("src/simulate/", &[&["time", "error"], &["model", "world"], &["interfaces", "program"], &["run"], &["tests"]]),
-    ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
+    (
+        "src/transport/",
+        &[&["auth", "runs", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"], &["ucx"]],
+    ),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
     ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
+    (
+        "src/transport/ucx/",
+        &[
+            &["header", "offer", "ordered"],
+            &["link"],
+            &["hub"],
+            &["handover"],
+            &["recv_stream", "send_stream"],
+            &["fuzz", "tests"],
+        ],
+    ),
     (
         "src/device/",
         &[

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, SharedMemory, Window, Work};
 
-use crate::world::{WIRES, buffer, op, run, world, world_with};
+use crate::world::{buffer, op, run, wires, world, world_with};
 
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -34,7 +34,7 @@ fn start(comm: &Communicator, kind: OpKind, data: &mut [u8]) -> Work {
 
 #[test]
 fn a_ring_of_put_signal_wait_moves_the_data() {
-    for wire in WIRES {
+    for wire in wires() {
         for (size, count) in [(1, 1000), (2, 7), (3, 700_000)] {
             world(wire, size, move |comm| {
                 let me = comm.rank().index();
@@ -61,7 +61,7 @@ fn a_ring_of_put_signal_wait_moves_the_data() {
 
 #[test]
 fn a_signal_does_not_overtake_the_long_put_before_it() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let mut memory = vec![0u8; LARGE];
             let window = comm.window_register(buffer(&mut memory)).expect("register");
@@ -86,7 +86,7 @@ fn a_signal_does_not_overtake_the_long_put_before_it() {
 
 #[test]
 fn a_target_that_does_nothing_still_takes_a_put() {
-    for wire in WIRES {
+    for wire in wires() {
         let written = Arc::new(AtomicBool::new(false));
         world(wire, 2, move |comm| {
             let mut memory = vec![0u8; LARGE];
@@ -109,7 +109,7 @@ fn a_target_that_does_nothing_still_takes_a_put() {
 
 #[test]
 fn signals_are_counted_by_sender_and_kept() {
-    for wire in WIRES {
+    for wire in wires() {
         world_with(wire, 3, SHORT * 10, |comm| {
             let window = comm.window_register(buffer::<u8>(&mut [])).expect("register");
             let me = comm.rank().0;
@@ -143,7 +143,7 @@ fn signals_are_counted_by_sender_and_kept() {
 
 #[test]
 fn a_signal_to_oneself_wakes_the_thread_that_waits() {
-    world(WIRES[0], 2, |comm| {
+    world(wires()[0], 2, |comm| {
         let window = comm.window_register(buffer::<u8>(&mut [])).expect("register");
         let kind = OpKind::WaitSignal { window: window.id(), from: comm.rank() };
         let wait = Op { timeout: Some(SHORT * 100_000), ..op(kind, vec![], vec![]) }; // who misses it hangs
@@ -159,7 +159,7 @@ fn a_signal_to_oneself_wakes_the_thread_that_waits() {
 
 #[test]
 fn windows_are_apart_and_run_beside_collectives() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let (me, peer) = (comm.rank().index(), 1 - comm.rank().index());
             let mut memory = [[0u8; 4]; 3];
@@ -199,7 +199,7 @@ fn windows_are_apart_and_run_beside_collectives() {
 
 #[test]
 fn get_reads_what_the_other_rank_has() {
-    for wire in WIRES {
+    for wire in wires() {
         for count in [1, 3_000_000] {
             world(wire, 3, move |comm| {
                 let me = comm.rank().0 as u8;
@@ -221,7 +221,7 @@ fn get_reads_what_the_other_rank_has() {
 
 #[test]
 fn accumulations_of_all_ranks_count() {
-    for wire in WIRES {
+    for wire in wires() {
         // Shorter than a frame, and several fragments; at an odd address, where no element is aligned.
         for count in [5, 200_000] {
             world(wire, 3, move |comm| {
@@ -253,7 +253,7 @@ fn arrived(memory: &[u8]) -> Vec<u8> {
 
 #[test]
 fn what_was_put_is_there_after_a_flush() {
-    for wire in WIRES {
+    for wire in wires() {
         let flushed = Arc::new(AtomicBool::new(false));
         world(wire, 3, move |comm| {
             let mut memory = vec![0u8; LARGE];
@@ -287,7 +287,7 @@ fn what_was_put_is_there_after_a_flush() {
 
 #[test]
 fn a_fence_shows_what_all_ranks_have_put() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 3, |comm| {
             let me = comm.rank().index();
             let mut memory = vec![0u8; 3 * LARGE / 4];
@@ -313,7 +313,7 @@ fn a_fence_shows_what_all_ranks_have_put() {
 
 #[test]
 fn a_rank_that_does_not_fence_is_named() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let mut memory = [0u8; 4];
             let window = comm.window_register(buffer(&mut memory)).expect("register");
@@ -331,7 +331,7 @@ fn a_rank_that_does_not_fence_is_named() {
 
 #[test]
 fn what_cannot_be_added_is_refused_at_its_origin() {
-    world(WIRES[0], 2, |comm| {
+    world(wires()[0], 2, |comm| {
         let mut memory = [0u8; 16];
         let window = comm.window_register(buffer(&mut memory)).expect("register");
         let add =
@@ -359,7 +359,7 @@ fn gathered_window(comm: &Communicator, count: usize, shared: bool) -> (Result<S
 
 #[test]
 fn a_persistent_all_gather_repeats() {
-    for wire in WIRES {
+    for wire in wires() {
         for (size, count, shared) in
             [(1, 5, true), (2, 3, true), (2, 200_000, true), (3, 100_000, true), (3, 100_000, false)]
         {
@@ -389,7 +389,7 @@ fn a_persistent_all_gather_repeats() {
 
 #[test]
 fn accesses_to_mapped_parts_keep_their_order() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             const COUNT: usize = 1 << 19;
             let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
@@ -434,7 +434,7 @@ fn accesses_to_mapped_parts_keep_their_order() {
 
 #[test]
 fn ranks_that_differ_in_a_persistent_all_gather_are_told() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             const COUNT: usize = 100_000;
             let me = comm.rank().index();
@@ -477,7 +477,7 @@ fn ranks_that_differ_in_a_persistent_all_gather_are_told() {
 
 #[test]
 fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
             let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
@@ -510,7 +510,7 @@ fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
 
 #[test]
 fn what_does_not_fit_is_refused_at_its_origin() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let (me, peer) = (comm.rank().index(), 1 - comm.rank().index());
             let mut memory = vec![0u8; 16 + 8 * me]; // each rank lends what it likes
@@ -532,7 +532,7 @@ fn what_does_not_fit_is_refused_at_its_origin() {
 
 #[test]
 fn a_rank_that_does_not_register_is_named() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let mut memory = [0u8; 4];
             let result = match comm.rank().0 {
@@ -547,7 +547,7 @@ fn a_rank_that_does_not_register_is_named() {
 
 #[test]
 fn a_rank_that_waits_for_a_lost_ranks_signal_is_told() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let mut memory = [0u8; 4];
             let window = comm.window_register(buffer(&mut memory)).expect("register");
@@ -570,7 +570,7 @@ fn a_rank_that_waits_for_a_lost_ranks_signal_is_told() {
 
 #[test]
 fn deregistering_ends_waits_and_leaves_the_memory_alone() {
-    for wire in WIRES {
+    for wire in wires() {
         world(wire, 2, |comm| {
             let peer = 1 - comm.rank().index();
             let mut memory = vec![0u8; 4];

@@ -7,6 +7,8 @@ use std::time::Duration;
 use ncclx_rs::comm::store::MemoryStore;
 use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Element, Error, Mode, Op, OpKind, Rank};
 
+use crate::ucx_process;
+
 /// Which transports a world runs over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wire {
@@ -14,13 +16,18 @@ pub(crate) enum Wire {
     Tcp,
     /// TCP with TLS, whose keys come from the secret.
     Tls,
+    /// UCX, which [`ucx_process`] has found.
+    Ucx,
     /// One host, with all transports.
     Auto,
     /// Two "hosts": shared memory inside, all of it copied through rings of the smallest size, and TCP between.
     Mixed,
 }
 
-pub(crate) const WIRES: [Wire; 4] = [Wire::Shm, Wire::Tcp, Wire::Tls, Wire::Mixed];
+/// The wires that a test runs over: in a process of [`ucx_process`], that which its environment chooses.
+pub(crate) fn wires() -> Vec<Wire> {
+    if ucx_process::is_under_test() { vec![Wire::Ucx] } else { vec![Wire::Shm, Wire::Tcp, Wire::Tls, Wire::Mixed] }
+}
 
 /// Runs `f` on every rank of a new communicator, each in its own thread, and returns the results by rank.
 ///
@@ -99,6 +106,7 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
         Wire::Shm => vec![hint("transport", "shm")],
         Wire::Auto => vec![],
         Wire::Tcp => vec![hint("transport", "tcp")],
+        Wire::Ucx => vec![hint("transport", "ucx")],
         Wire::Tls => vec![hint("transport", "tcp"), hint("tls", "on")],
         Wire::Mixed => vec![
             hint("host_id", host_of(wire, rank, size)),

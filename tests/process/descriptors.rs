@@ -13,7 +13,7 @@ use ncclx_rs::{Communicator, Error, Op, OpKind, Rank, Source, Tag};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::world::{WIRES, Wire, buffer, op, run, world};
+use crate::world::{self, Wire, buffer, op, run, world};
 use crate::{alone, entries};
 
 pub(crate) const SHORT: Duration = Duration::from_secs(2);
@@ -23,7 +23,7 @@ const VARIABLE: &str = "NCCLX_RS_TEST_DESCRIPTORS";
 
 /// The wires for two ranks of one host. [`Wire::Mixed`] would put them on two hosts, with TCP between them.
 fn wires() -> impl Iterator<Item = Wire> {
-    WIRES.into_iter().map(|wire| if wire == Wire::Mixed { Wire::Auto } else { wire })
+    world::wires().into_iter().map(|wire| if wire == Wire::Mixed { Wire::Auto } else { wire })
 }
 
 /// Runs the test of this name in a child for each wire; what it then is there, in the child.

@@ -5,9 +5,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod crowd;
 mod descriptors;
+mod held_bytes;
+#[path = "../engine/lacking.rs"]
+mod lacking;
 mod late_ranks;
 mod rings;
 mod soak;
+#[path = "../engine/ucx_process.rs"]
+#[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]
+mod ucx_process;
 mod unauthenticated;
 #[path = "../engine/world.rs"]
 mod world;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
-use crate::world::{WIRES, Wire, buffer, op, run, world_with};
+use crate::world::{Wire, buffer, op, run, wires, world_with};
 use crate::{Random, alone, entries};
 
 const SIZE: usize = 4;
@@ -197,8 +197,10 @@ fn a_long_run_holds_no_more_at_its_end() {
     let _alone = alone();
     let operations = std::env::var("NCCLX_RS_SOAK_OPERATIONS").map_or(20_000, |value| value.parse().expect("a number"));
     let before = Holdings::now();
-    for wire in WIRES {
-        world_with(wire, SIZE, OPERATION_MAX, move |comm| soak(comm, wire, operations / WIRES.len()));
+    let wires = wires();
+    for wire in wires.iter().copied() {
+        let operations = operations / wires.len();
+        world_with(wire, SIZE, OPERATION_MAX, move |comm| soak(comm, wire, operations));
     }
     let after = Holdings::settled(before);
     let threads = before.threads + CALLBACK_THREADS;

@@ -45,7 +45,9 @@ GRACE_SECONDS = 3.0
 
 PR_SET_PDEATHSIG = 1
 
-MODES = ("shm", "tcp", "hier")
+MODES = ("shm", "tcp", "hier", "ucx")
+# What UCX goes through in mode "ucx", by the size of the world: each of its ways in one.
+UCX_WAYS = {2: "posix,cma", 3: "tcp"}
 # The pretended host of each rank in mode "hier". With three ranks, the hosts' ranks are not contiguous.
 HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
 
@@ -81,6 +83,8 @@ def environment(mode: str, rank: int, size: int) -> dict[str, str]:
     if mode == "hier":
         # Without single copies: long messages go through the ring within a host too.
         return {"NCCLX_RS_HOST_ID": HOSTS[size][rank], "NCCLX_RS_SINGLE_COPY_BYTES": "0"}
+    if mode == "ucx":
+        return {"NCCLX_RS_TRANSPORT": mode, "UCX_TLS": UCX_WAYS.get(size, "posix,cma,tcp")}
     return {"NCCLX_RS_TRANSPORT": mode}
 
 
@@ -291,6 +295,8 @@ class World:
             variables: More environment variables for the workers.
             setup: Called with the rank in each worker before its first run.
         """
+        if mode == "ucx":
+            needs("libucx", "UCX: the Python package libucx-cu12")
         self.size = size
         self.mode = mode
         self._variables = variables or {}

@@ -8,11 +8,12 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, fresh_store, join, leaving_together, set_timeout
+from harness import MODES, WATCHDOG_SECONDS, World, fresh_store, join, leaving_together, set_timeout
 from test_mismatch import call
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -148,6 +149,50 @@ def stopped_rank_is_named_by_who_waits_for_another(rank: int, size: int) -> None
         os.kill(int(pids.get("victim")), signal.SIGKILL)
 
 
+def stopped_rank_takes_everything_once_it_goes_on(rank: int, size: int) -> None:
+    """A rank stops amid messages from another. The others go on without it, and it misses nothing."""
+    victim, count = size - 1, 1_000_000
+    join(timeout=WATCHDOG_SECONDS)
+    dist.all_reduce(torch.ones(3))
+    pids = fresh_store()
+    if rank == victim:
+        pids.set("victim", str(os.getpid()))
+        received = [torch.empty(count) for _ in range(20)]
+        works = [dist.irecv(tensor, src=0) for tensor in received]
+        for number, (work, tensor) in enumerate(zip(works, received, strict=True)):
+            assert work is not None
+            work.wait()
+            assert torch.equal(tensor, torch.arange(count) + number)
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        if rank == 0:
+            sent = [torch.arange(count) + float(number) for number in range(20)]
+            pid = int(pids.get("victim"))
+            works = [dist.isend(tensor, dst=victim) for tensor in sent]
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
+        for number in range(50):
+            # Each way between the first two, in pieces and in one.
+            for length in (10, 100_000):
+                tensor = torch.full((length,), float(number))
+                if rank == 0:
+                    dist.send(tensor, dst=1)
+                    dist.recv(tensor, src=1)
+                else:
+                    dist.recv(tensor, src=0)
+                    dist.send(tensor + 1, dst=0)
+                assert rank != 0 or bool((tensor == number + 1).all())
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+            for work in works:
+                assert work is not None
+                work.wait()
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor)
+    assert bool((tensor == size).all())
+
+
 def peer_of_a_receive_dies(rank: int, size: int) -> None:
     join(timeout=60)
     dist.barrier()
@@ -267,6 +312,13 @@ def test_rank_killed_amid_a_collective_is_named(fresh_world: World) -> None:
 def test_stopped_rank_is_named_by_a_rank_that_waits_for_another(mode: str) -> None:
     world = World(5, mode)
     world.run(stopped_rank_is_named_by_who_waits_for_another, join=False, dies={4})
+
+
+@pytest.mark.parametrize(("size", "mode"), [*((3, mode) for mode in MODES), (4, "ucx")])
+def test_stopped_rank_takes_everything_once_it_goes_on(size: int, mode: str) -> None:
+    world = World(size, mode)
+    world.run(stopped_rank_takes_everything_once_it_goes_on, join=False)
+    world.close()
 
 
 @pytest.mark.worlds(sizes=(2, 3))

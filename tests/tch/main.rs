@@ -1,5 +1,10 @@
 //! The methods of a communicator on tensors of tch.
 
+#[path = "../engine/lacking.rs"]
+mod lacking;
+#[path = "../engine/ucx_process.rs"]
+#[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]
+mod ucx_process;
 #[path = "../engine/world.rs"]
 #[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]
 mod world;

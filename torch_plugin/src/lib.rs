@@ -30,6 +30,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     abi::register(module)?; // first: logging calls Python through it
     logging::install(module)?;
+    vendor::look_for_ucx(module.py())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;

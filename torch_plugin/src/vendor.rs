@@ -31,6 +31,13 @@ pub(crate) fn vendor_library(py: Python<'_>, name: &str, packages: Vec<PathBuf>)
     Ok((library.path().to_owned(), library.version().to_string(), lacks.map(|feature| feature.text()).collect()))
 }
 
+/// Has UCX looked for in the folder of the environment's packages, where communicators take it too.
+pub(crate) fn look_for_ucx(py: Python<'_>) -> PyResult<()> {
+    let folder = py.import("sysconfig")?.call_method1("get_path", ("purelib",))?.extract()?;
+    ncclx_rs::sys::ucx::look_in(folder);
+    Ok(())
+}
+
 /// Whether a library allocates for communicators that are set to `nccl` or `rccl`, or as the settings say; else why not, if it
 /// should. It does from now on.
 #[pyfunction]

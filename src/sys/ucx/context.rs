@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
 use super::functions::{
-    ContextAttributes, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED,
+    ContextAttributes, FEATURE_AM, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED,
     PARAM_REQUEST_INIT, Params, RawContext, RawMemory, THREAD_MODE_MULTI,
 };
 use super::library::{Ucx, UcxError};
@@ -64,7 +64,7 @@ impl Context {
         }
         let params = Params {
             field_mask: PARAM_FEATURES | PARAM_REQUEST_INIT | PARAM_MT_WORKERS_SHARED,
-            features: FEATURE_RMA | FEATURE_WAKEUP,
+            features: FEATURE_RMA | FEATURE_AM | FEATURE_WAKEUP,
             request_init: Some(zero_request),
             mt_workers_shared: 1,
             ..Params::default()

@@ -64,6 +64,8 @@ pub(super) const PARAM_MT_WORKERS_SHARED: u64 = 1 << 5;
 pub(super) const FEATURE_RMA: u64 = 1 << 1;
 /// `UCP_FEATURE_WAKEUP`.
 pub(super) const FEATURE_WAKEUP: u64 = 1 << 4;
+/// `UCP_FEATURE_AM`.
+pub(super) const FEATURE_AM: u64 = 1 << 6;
 
 /// `ucp_context_attr_t`.
 #[repr(C)]
@@ -193,12 +195,60 @@ impl RequestParams {
         RequestParams { mask: 1 << 8, memory, ..RequestParams::NONE } // UCP_OP_ATTR_FIELD_MEMH
     }
 
+    /// For no more than the library's own choice.
+    pub(super) fn plain() -> RequestParams {
+        RequestParams::NONE
+    }
+
+    /// For an active message that travels at once, and not only once its receiver asks for it.
+    pub(super) fn eager() -> RequestParams {
+        // UCP_OP_ATTR_FIELD_FLAGS, UCP_AM_SEND_FLAG_EAGER
+        RequestParams { mask: 1 << 4, flags: 1 << 1, ..RequestParams::NONE }
+    }
+
     /// For the end of an endpoint that waits for no peer.
     pub(super) fn forced() -> RequestParams {
         // UCP_OP_ATTR_FIELD_FLAGS, UCP_EP_CLOSE_FLAG_FORCE
         RequestParams { mask: 1 << 4, flags: 1, ..RequestParams::NONE }
     }
 }
+
+/// `ucp_am_recv_callback_t`: its argument, the header and its length, the data and their length, and what they are.
+pub(super) type MessageHandler =
+    unsafe extern "C" fn(*mut c_void, *const c_void, usize, *mut c_void, usize, *const MessageAttributes) -> Status;
+
+/// `ucp_am_handler_param_t`.
+#[repr(C)]
+pub(super) struct MessageHandlerParams {
+    field_mask: u64,
+    id: c_uint,
+    flags: u32,
+    handler: Option<MessageHandler>,
+    argument: *mut c_void,
+}
+
+impl MessageHandlerParams {
+    /// A handler of the active messages of one number, which may keep the data of each.
+    pub(super) fn keeping(id: c_uint, handler: MessageHandler, argument: *mut c_void) -> MessageHandlerParams {
+        MessageHandlerParams {
+            field_mask: 0b1111, // UCP_AM_HANDLER_PARAM_FIELD_ID, _FLAGS, _CB, _ARG
+            id,
+            flags: 1 << 1, // UCP_AM_FLAG_PERSISTENT_DATA
+            handler: Some(handler),
+            argument,
+        }
+    }
+}
+
+/// `ucp_am_recv_param_t`.
+#[repr(C)]
+pub(super) struct MessageAttributes {
+    pub(super) attributes: u64,
+    reply_endpoint: RawEndpoint,
+}
+
+/// `UCP_AM_RECV_ATTR_FLAG_DATA`: the handler may keep the data.
+pub(super) const MESSAGE_HAS_DATA: u64 = 1 << 16;
 
 /// `ucp_transport_entry_t`.
 #[repr(C)]
@@ -244,6 +294,8 @@ const _: () = {
     assert!(size_of::<EndpointParams>() == 104 && offset_of!(EndpointParams, error_handler) == 24);
     assert!(size_of::<MemoryParams>() == 48 && offset_of!(MemoryParams, protection) == 28);
     assert!(size_of::<RequestParams>() == 96 && offset_of!(RequestParams, memory) == 64);
+    assert!(size_of::<MessageHandlerParams>() == 32 && offset_of!(MessageHandlerParams, handler) == 16);
+    assert!(size_of::<MessageAttributes>() == 16);
     assert!(size_of::<EndpointAttributes>() >= 328 && offset_of!(EndpointAttributes, entries) == 296);
 };
 
@@ -277,6 +329,12 @@ functions! {
         get = "ucp_get_nbx"(RawEndpoint, *mut c_void, usize, u64, RawKey, *const RequestParams) -> StatusPtr;
         request_check_status = "ucp_request_check_status"(*mut c_void) -> Status;
         request_free = "ucp_request_free"(*mut c_void) -> ();
+        ep_flush = "ucp_ep_flush_nbx"(RawEndpoint, *const RequestParams) -> StatusPtr;
+        set_message_handler = "ucp_worker_set_am_recv_handler"(RawWorker, *const MessageHandlerParams) -> Status;
+        send_message =
+            "ucp_am_send_nbx"(RawEndpoint, c_uint, *const c_void, usize, *const c_void, usize, *const RequestParams)
+            -> StatusPtr;
+        release_message = "ucp_am_data_release"(RawWorker, *mut c_void) -> ();
         ep_query = "ucp_ep_query"(RawEndpoint, *mut EndpointAttributes) -> Status;
     }
     optional {}

@@ -10,6 +10,7 @@ use libc::{RTLD_NOLOAD, RTLD_NOW};
 use libloading::os::unix::Library;
 
 use super::functions::{Functions, Status};
+use crate::sync::{Mutex, lock};
 use crate::sys::library::{as_listed, file_of, said};
 
 /// The library's file, as the system's loader knows it.
@@ -17,6 +18,17 @@ const FILE: &str = "libucp.so.0";
 
 /// The folder below Python's packages in which the packages libucx-cu12 and libucx-cu13 have it.
 const PACKAGE: &str = "libucx/lib";
+
+/// Folders of Python packages in which the library is looked for, beside those that a caller names.
+static PACKAGES: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Has the library also looked for in this folder of Python packages from now on.
+pub fn look_in(packages: PathBuf) {
+    let mut folders = lock(&PACKAGES);
+    if !folders.contains(&packages) {
+        folders.push(packages);
+    }
+}
 
 /// A version of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -127,7 +139,9 @@ impl Ucx {
             Ok(systems) => return systems,
             Err(cause) => said(&cause),
         };
-        let folders: Vec<PathBuf> = packages.iter().map(|folder| folder.join(PACKAGE)).collect();
+        let known = lock(&PACKAGES).clone();
+        let mut folders: Vec<PathBuf> = packages.iter().chain(&known).map(|folder| folder.join(PACKAGE)).collect();
+        folders.dedup();
         match folders.iter().map(|folder| folder.join(FILE)).find(|path| path.exists()) {
             Some(path) => Ucx::load(Some(&path), &[]),
             None => Err(UcxError::Missing { folders, cause }),

@@ -9,6 +9,7 @@ use crate::sys::cma::PeerMemory;
 use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
+use crate::transport::runs::Runs;
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
 use crate::transport::shm::line_ownership::{Chooser, Lines, Meter};
@@ -50,7 +51,7 @@ impl ShmSendStream {
 
     /// Fills a slot with `head` and the next `len` bytes of `body`, for which there is room. Bytes that do not fit into the slot
     /// go to the ring.
-    fn fill(&mut self, head: &[u8], body: &mut Bytes<'_>, len: usize) {
+    fn fill(&mut self, head: &[u8], body: &mut Runs<'_>, len: usize) {
         let (slot, in_slot) = (self.written.slots, in_slot(head.len(), len));
         // The reader polls the slot, and each write to it fetches its cache lines back to this core. So it is written last, and
         // at once.
@@ -111,7 +112,7 @@ impl SendStream for ShmSendStream {
         if self.doorbell.ended {
             return Err(gone());
         }
-        let mut body = Bytes::new(body);
+        let mut body = Runs::new(body);
         if head.is_empty() && body.left == 0 {
             if self.handover.is_none() {
                 self.doorbell.drain();
@@ -380,33 +381,6 @@ impl RecvStream for ShmRecvStream {
 
     fn disarm(&mut self) {
         self.ring.words().disarm_reader();
-    }
-}
-
-/// Bytes in several runs, taken from the front.
-struct Bytes<'a> {
-    runs: &'a [IoSlice<'a>],
-    /// How many bytes of the first run are taken.
-    taken: usize,
-    left: usize,
-}
-
-impl<'a> Bytes<'a> {
-    fn new(runs: &'a [IoSlice<'a>]) -> Self {
-        Bytes { runs, taken: 0, left: runs.iter().map(|run| run.len()).sum() }
-    }
-
-    /// The next bytes of one run, at most `most`. At least one must be left.
-    fn take(&mut self, most: usize) -> &'a [u8] {
-        while self.taken == self.runs[0].len() {
-            self.runs = &self.runs[1..];
-            self.taken = 0;
-        }
-        let run = &self.runs[0][self.taken..];
-        let count = run.len().min(most);
-        self.taken += count;
-        self.left -= count;
-        &run[..count]
     }
 }
 

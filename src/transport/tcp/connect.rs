@@ -32,7 +32,7 @@ enum Stage {
 
 /// A connection to a peer, which tries the peer's addresses one after the other.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(in crate::transport) struct Connection {
     identity: Identity,
     tls: Option<Tls>,
     peer: Rank,
@@ -91,7 +91,7 @@ struct Failures {
 
 impl Connection {
     /// Starts with the first address that the system accepts.
-    pub(super) fn begin(
+    pub(in crate::transport) fn begin(
         identity: Identity,
         tls: Option<Tls>,
         peer: Rank,
@@ -114,7 +114,7 @@ impl Connection {
     }
 
     /// Advances without blocking. True: open.
-    fn drive(&mut self) -> Result<bool, LinkDown> {
+    pub(in crate::transport) fn drive(&mut self) -> Result<bool, LinkDown> {
         loop {
             match &mut self.stage {
                 Stage::Open => return Ok(true),
@@ -141,6 +141,11 @@ impl Connection {
                 },
             }
         }
+    }
+
+    /// The connection's bytes, for whoever uses it for something else than a stream once it is open.
+    pub(in crate::transport) fn stream(&mut self) -> &mut Stream {
+        &mut self.stream
     }
 
     /// Writes the bytes that TLS still holds, and notices a closed connection.

@@ -1,10 +1,11 @@
 //! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction.
 
 mod channel;
-mod connect;
+pub(super) mod connect;
 
+use std::collections::VecDeque;
 use std::io;
-use std::net::{IpAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
@@ -24,9 +25,27 @@ use crate::types::Rank;
 
 /// Where a rank listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Address {
+pub(super) struct Address {
     hosts: Vec<IpAddr>,
     port: u16,
+}
+
+impl Address {
+    pub(super) fn new(hosts: Vec<IpAddr>, port: u16) -> Address {
+        Address { hosts, port }
+    }
+
+    /// As it is published.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("addresses are plain data")
+    }
+
+    /// Where to call a rank that has published this, the best first.
+    pub(super) fn targets(published: &[u8]) -> Result<VecDeque<SocketAddr>, LinkDown> {
+        let address: Address = serde_json::from_slice(published)
+            .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
+        Ok(address.hosts.into_iter().map(|host| (host, address.port).into()).collect())
+    }
 }
 
 /// The transport of one communicator.
@@ -66,14 +85,11 @@ impl Transport for TcpTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        let address = Address { hosts: self.advertise.clone(), port: self.port };
-        serde_json::to_vec(&address).expect("addresses are plain data")
+        Address::new(self.advertise.clone(), self.port).encode()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
-        let address: Address = serde_json::from_slice(address)
-            .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
-        let targets = address.hosts.into_iter().map(|host| (host, address.port).into()).collect();
+        let targets = Address::targets(address)?;
         let connection =
             Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.timeout)?;
         Ok(Box::new(connection.counted_in(&self.held)))
