@@ -27,7 +27,7 @@ use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
-use crate::device::vendor::{SubmitError, VendorComm};
+use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
 use crate::device::words::ControlLayout;
@@ -44,6 +44,7 @@ mod capture;
 mod part;
 mod request;
 
+use capture::LibraryCall;
 pub(crate) use request::CollectiveRequest;
 
 /// What the executor asks of its communicator.
@@ -114,6 +115,8 @@ struct State {
     before: u64,
     /// The number of the last operation since then.
     number: u64,
+    /// That of the last one that the library has put on a stream; zero if there is none.
+    by_library: u64,
     /// The id of the last operation's stream, and the event at its end there. Another stream may have the handle by now.
     last: Option<StreamId>,
     end: Event,
@@ -268,6 +271,7 @@ impl Executor {
             timer,
             before: 0,
             number: 0,
+            by_library: 0,
             last: None,
             end,
             graphs,
@@ -354,14 +358,11 @@ impl Executor {
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
         let capture = number_of(stream.capture(&current).map_err(driver)?, operation)?;
-        if capture.is_some() {
-            self.check_one_host(&operation(), "collectives in CUDA graphs")?;
-        }
         // Allocations for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let tensors = request.stretches();
-        // Captures, and operations that the library lacks, run as programs. All ranks choose alike.
-        let vendor = state.vendor.as_ref().filter(|_| capture.is_none() && calls::has(request.dtype, request.reduce));
+        // Operations that the library lacks run as programs. All ranks choose alike.
+        let vendor = state.vendor.as_ref().filter(|_| calls::has(request.dtype, request.reduce));
         let vendor = vendor.map(|vendor| (vendor.comm.clone(), vendor.spare.clone()));
         let run = match &vendor {
             Some((comm, spare)) => {
@@ -378,6 +379,9 @@ impl Executor {
                 Run::Programs(prepared, parts.filter(|_| put.is_some()))
             }
         };
+        if let (Run::Programs(..), Some(_)) = (&run, capture) {
+            self.check_one_host(&operation(), "collectives in CUDA graphs by programs for streams")?;
+        }
         if let (Run::Programs(..), Some(why)) = (&run, self.no_programs)
             && state.world > 1
         {
@@ -432,10 +436,18 @@ impl Executor {
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
-        if let (Some(capture), Run::Programs(prepared, _)) = (capture, &run) {
+        if let Some(capture) = capture {
             let place = CaptureSite { current: &current, stream: &stream, capture };
             let met = self.in_flight.meet(number, call, blocks, request.timeout);
-            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks));
+            let outcome = met.and_then(|()| match &run {
+                Run::Programs(prepared, _) => {
+                    self.capture(state, place, (number, signature), prepared, request, ranks)
+                }
+                Run::Vendor(comm, calls) => {
+                    let called = LibraryCall { number, call, blocks, comm, calls: &calls.calls };
+                    self.capture_calls(state, place, &called, request, ranks)
+                }
+            });
             // The call ends here for its caller: the host is told of no replay.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
@@ -489,15 +501,17 @@ impl Executor {
         if let Some(hosts) = &self.hosts {
             hosts.reset();
         }
+        // Whether the library was called for an operation that not all ranks have called alike.
+        let is_touched = state.by_library > 0 && self.in_flight.failed_from().is_none_or(|from| state.by_library >= from);
         self.control.reset(LANE);
         self.control.reset(RINGS);
         state.lane.reset();
         state.rings.reset();
-        state.number = 0;
+        (state.number, state.by_library) = (0, 0);
         if let Some(vendor) = &state.vendor {
             let failed = |error: CudaError| Error::Device { operation: operation(), cause: error.to_string() };
             let current = state.context.enter().map_err(failed)?;
-            vendor.comm.begin_anew(&current, &mut |own| ranks.all_gather(own, timeout))?;
+            vendor.comm.begin_anew(&current, is_touched, &mut |own| ranks.all_gather(own, timeout))?;
         }
         self.in_flight.resume(state.before);
         ranks.greatest(0, timeout).map(|_| ())
@@ -672,7 +686,8 @@ impl State {
             Run::Vendor(comm, calls) => {
                 let (started, done) = (layout.started(seat, LANE, number), layout.done(seat, LANE, number));
                 self.lane.write(current, stream, started, number)?;
-                comm.submit(current, stream, &calls.calls)?;
+                self.by_library = number;
+                comm.submit(current, stream, &calls.calls, Patience::Watched)?;
                 self.lane.write(current, stream, done, number)?;
             }
             Run::Programs(Prepared::Rounds(rounds, far), _) => {

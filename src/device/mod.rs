@@ -39,6 +39,7 @@ pub(crate) mod far_pairs;
 pub(crate) mod far_windows;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
+pub(crate) mod graph_library;
 pub(crate) mod graph_rings;
 pub(crate) mod graph_waits;
 pub mod halves;
