@@ -98,6 +98,11 @@ impl LoggedCall {
         !mixes && LoggedCall { memory: other.memory, ..*self } == *other
     }
 
+    /// Whether it is recorded in a CUDA graph.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.capture == Capture::Captured
+    }
+
     pub(crate) fn signature(&self) -> Signature {
         self.signature
     }

@@ -428,7 +428,12 @@ impl Executor {
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
         let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
         let call = LoggedCall::new(signature, segments, mode).with_memory(memory);
-        if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
+        let entered = self.control.enter(LANE, number, call, blocks).or_else(|disagreement| {
+            // In captures all ranks find what differs between calls of a library, once they have told each other.
+            let is_told = capture.is_some() && matches!(run, Run::Vendor(..));
+            if is_told { self.control.none_is_eager(LANE, number) } else { Err(disagreement) }
+        });
+        if let Err(disagreement) = entered {
             let disagreement = disagreement.named(|rank| self.control.name(rank));
             let detail = call.disagreement(sequence, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
@@ -438,16 +443,20 @@ impl Executor {
         }
         if let Some(capture) = capture {
             let place = CaptureSite { current: &current, stream: &stream, capture };
-            let met = self.in_flight.meet(number, call, blocks, request.timeout);
-            let outcome = met.and_then(|()| match &run {
+            let outcome = match &run {
                 Run::Programs(prepared, _) => {
-                    self.capture(state, place, (number, signature), prepared, request, ranks)
+                    let compare = || self.control.compare(LANE, number, call, blocks);
+                    let met = self.in_flight.meet(number, call, compare, request.timeout);
+                    met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks))
                 }
                 Run::Vendor(comm, calls) => {
-                    let called = LibraryCall { number, call, blocks, comm, calls: &calls.calls };
-                    self.capture_calls(state, place, &called, request, ranks)
+                    let (_, spare) = vendor.as_ref().expect("it runs by one");
+                    let called = LibraryCall { number, call, blocks, comm, spare, calls: &calls.calls };
+                    let compare = || self.control.none_is_eager(LANE, number);
+                    let met = self.in_flight.meet(number, call, compare, request.timeout);
+                    met.and_then(|()| self.capture_calls(state, place, &called, request, ranks))
                 }
-            });
+            };
             // The call ends here for its caller: the host is told of no replay.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);

@@ -16,7 +16,7 @@ use crate::device::vendor::{SubmitError, VendorComm};
 use crate::device::watch;
 use crate::error::{Error, UsageError};
 use crate::sync::{Arc, Weak};
-use crate::sys::cuda::{Capture, Context, CudaError, Current, Event, Stream, StreamId};
+use crate::sys::cuda::{Capture, Context, CudaError, Current, DeviceMemory, Event, Stream, StreamId};
 use crate::types::Rank;
 
 /// What captures need of their communicator.
@@ -104,7 +104,7 @@ impl Graphs {
     pub(crate) fn prepare_library(
         &mut self,
         CaptureSite { current, stream, capture: id }: CaptureSite<'_>,
-        library: &Arc<VendorComm>,
+        (library, spare): (&Arc<VendorComm>, &Arc<DeviceMemory>),
         timeout: Duration,
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
@@ -117,7 +117,8 @@ impl Graphs {
         let make = || -> Result<(Arc<GraphLibrary>, Arc<Event>), CudaError> {
             let end = self.end(id)?;
             let (comm, in_flight) = (home.comm.clone(), home.in_flight.clone());
-            let made = Arc::new(GraphLibrary::new(comm, home.me, parts, end.clone(), in_flight, library.clone()));
+            let library = (library.clone(), spare.clone());
+            let made = Arc::new(GraphLibrary::new(comm, home.me, parts, end.clone(), in_flight, library));
             watch::watch_graph(made.clone());
             made.belong(current, stream).inspect_err(|_| made.give_up())?;
             Ok((made, end))

@@ -18,7 +18,7 @@ use crate::device::watch::{Left, Replayed};
 use crate::error::{Error, rank_list};
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
-use crate::sys::cuda::{Batch, CudaError, Current, Event, RegisteredWords, Stream, Width};
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceMemory, Event, RegisteredWords, Stream, Width};
 use crate::sys::nccl::NcclCall;
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
@@ -47,6 +47,8 @@ struct Memory {
     registered: RegisteredWords,
     width: Width,
     _end: Arc<Event>,
+    /// What barriers add up.
+    _spare: Arc<DeviceMemory>,
 }
 
 #[derive(Default)]
@@ -78,12 +80,12 @@ impl GraphLibrary {
         parts: Parts,
         end: Arc<Event>,
         in_flight: Arc<InFlight>,
-        library: Arc<VendorComm>,
+        (library, spare): (Arc<VendorComm>, Arc<DeviceMemory>),
     ) -> GraphLibrary {
         let Parts { words, registered, width, topo, members, .. } = parts;
         let here = topo.hosts()[topo.host_of(me)].clone();
         let others = (0..members.len()).map(Rank::from).filter(|rank| *rank != me).collect();
-        let memory = Mutex::new(Some(Memory { registered, width, _end: end }));
+        let memory = Mutex::new(Some(Memory { registered, width, _end: end, _spare: spare }));
         let (mark, state) = (Arc::default(), Mutex::default());
         GraphLibrary { comm, me, here, others, words, in_flight, library, mark, state, memory }
     }

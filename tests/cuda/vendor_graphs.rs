@@ -35,7 +35,7 @@ fn values(rank: usize, turn: usize, len: usize) -> Vec<f32> {
 }
 
 /// Each kind of collective, with blocks of `len` elements.
-pub(crate) fn everything(rank: &OnDevice, len: usize) -> Vec<(OpKind, usize, usize)> {
+fn everything(rank: &OnDevice, len: usize) -> Vec<(OpKind, usize, usize)> {
     let (me, size) = (rank.me(), rank.comm.size());
     let counts = Counts::equal(len, size);
     let mut all = vec![
@@ -80,7 +80,7 @@ fn made(kind: &OpKind, (me, size, len): (usize, usize, usize), of: &dyn Fn(usize
 }
 
 /// All of [`everything`] and a barrier in one graph, with other data at each replay.
-fn all_in_a_graph(rank: &OnDevice, len: usize, counted: impl Fn(&str) -> u64) {
+pub(crate) fn all_in_a_graph(rank: &OnDevice, len: usize, counted: impl Fn(&str) -> u64) {
     let (me, size) = (rank.me(), rank.comm.size());
     let captured: Vec<Captured> = everything(rank, len)
         .into_iter()

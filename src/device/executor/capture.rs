@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::schedule::Space;
 use crate::signature::Signature;
 use crate::sync::Arc;
+use crate::sys::cuda::DeviceMemory;
 use crate::sys::nccl::NcclCall;
 use crate::types::Rank;
 
@@ -27,6 +28,8 @@ pub(super) struct LibraryCall<'a> {
     pub(super) call: LoggedCall,
     pub(super) blocks: Option<Blocks<'a>>,
     pub(super) comm: &'a Arc<VendorComm>,
+    /// Memory that the calls may use.
+    pub(super) spare: &'a Arc<DeviceMemory>,
     pub(super) calls: &'a [NcclCall<'a>],
 }
 
@@ -40,22 +43,18 @@ impl Executor {
         &self,
         state: &mut State,
         place: CaptureSite<'_>,
-        &LibraryCall { number, call, blocks, comm, calls }: &LibraryCall<'_>,
+        &LibraryCall { number, call, blocks, comm, spare, calls }: &LibraryCall<'_>,
         request: &CollectiveRequest<'_>,
         ranks: &dyn Ranks,
     ) -> Result<(), Error> {
         let (signature, limit) = (call.signature(), request.timeout);
-        // What the ranks tell each other here comes at the same place on all of them, so no one goes on alone after an error.
-        let lost = |error: &Error| {
-            if !matches!(error, Error::Init(_)) {
-                self.in_flight.fail_too(number, error);
-            }
-        };
         let names: Vec<Rank> = (0..state.world).map(Rank::from).collect();
         let own = ToldCall::new(state.before + number, call, blocks, comm.unconnected(calls));
         let mut all_gather =
             |own| ranks.all_gather(own, limit).map_err(|error| in_flight::named(error, signature));
-        let told: Vec<ToldCall> = setup::tell(&self.comm, &names, &mut all_gather, Ok(own)).inspect_err(lost)?;
+        let told: Vec<ToldCall> = setup::tell(&self.comm, &names, &mut all_gather, Ok(own))
+            // A rank that has not come to this is somewhere else.
+            .inspect_err(|error| self.in_flight.fail_too(number, error))?;
         match ToldCall::obstacle(&told, self.me) {
             None => {}
             Some(Obstacle::Disagreement(other)) => return Err(self.disagree(number, state.before, call, other)),
@@ -77,7 +76,7 @@ impl Executor {
         }
         // No stream will say when this operation is done.
         self.control.pass(LANE, number);
-        let made = state.graphs.prepare_library(place, comm, limit, &mut all_gather, &|| ranks.are_there());
+        let made = state.graphs.prepare_library(place, (comm, spare), limit, &mut all_gather, &|| ranks.are_there());
         made.inspect_err(|error| {
             if !matches!(error, Error::Init(_)) {
                 self.in_flight.fail_next(error.clone());
