@@ -511,7 +511,8 @@ impl Executor {
             hosts.reset();
         }
         // Whether the library was called for an operation that not all ranks have called alike.
-        let is_touched = state.by_library > 0 && self.in_flight.failed_from().is_none_or(|from| state.by_library >= from);
+        let is_touched =
+            state.by_library > 0 && self.in_flight.failed_from().is_none_or(|from| state.by_library >= from);
         self.control.reset(LANE);
         self.control.reset(RINGS);
         state.lane.reset();

@@ -94,8 +94,14 @@ impl Graphs {
             lane.belong(current, stream).inspect_err(|_| lane.give_up())?;
             Ok((lane, end))
         };
-        let (lane, end) =
-            setup::agree(&home.comm, &home.names(), "a lane of a graph", make(), |(lane, _)| lane.give_up(), all_gather)?;
+        let (lane, end) = setup::agree(
+            &home.comm,
+            &home.names(),
+            "a lane of a graph",
+            make(),
+            |(lane, _)| lane.give_up(),
+            all_gather,
+        )?;
         self.recording(id, &end).lanes.push(lane);
         Ok(())
     }

@@ -150,7 +150,8 @@ impl GraphLibrary {
     fn breaks(&self, state: &mut State, busy: u64, now: Instant) -> bool {
         let seen = busy | SEEN;
         // Partner: none, the mark only tells one replay's call from the next one's. What the stream writes meanwhile stays.
-        if busy != seen && self.word(self.me).compare_exchange(busy, seen, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        if busy != seen && self.word(self.me).compare_exchange(busy, seen, Ordering::AcqRel, Ordering::Relaxed).is_err()
+        {
             return false;
         }
         let since = match state.found {

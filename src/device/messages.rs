@@ -562,15 +562,11 @@ impl State {
         let put = if stretches.iter().all(|stretch| self.pairs().library(stretch.channel).is_none()) {
             self.rings.put(current, stream, rounds, &tensors, &starts, &ends).map_err(SubmitError::from)
         } else {
-            let by_library = self
-                .rings
-                .write(current, stream, &starts)
-                .map_err(SubmitError::from)
-                .and_then(|()| {
-                    self.note_library(stretches);
-                    let branch = |_, library: &Library| Ok(library.branch.clone());
-                    put_by_library(self.pairs(), (current, stream), stretches, &tensors, branch, Patience::Watched)
-                });
+            let by_library = self.rings.write(current, stream, &starts).map_err(SubmitError::from).and_then(|()| {
+                self.note_library(stretches);
+                let branch = |_, library: &Library| Ok(library.branch.clone());
+                put_by_library(self.pairs(), (current, stream), stretches, &tensors, branch, Patience::Watched)
+            });
             // What this rank sends itself, by its ring.
             by_library.and_then(|()| Ok(self.rings.put(current, stream, rounds, &tensors, &[], &ends)?))
         };

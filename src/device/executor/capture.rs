@@ -50,8 +50,7 @@ impl Executor {
         let (signature, limit) = (call.signature(), request.timeout);
         let names: Vec<Rank> = (0..state.world).map(Rank::from).collect();
         let own = ToldCall::new(state.before + number, call, blocks, comm.unconnected(calls));
-        let mut all_gather =
-            |own| ranks.all_gather(own, limit).map_err(|error| in_flight::named(error, signature));
+        let mut all_gather = |own| ranks.all_gather(own, limit).map_err(|error| in_flight::named(error, signature));
         let told: Vec<ToldCall> = setup::tell(&self.comm, &names, &mut all_gather, Ok(own))
             // A rank that has not come to this is somewhere else.
             .inspect_err(|error| self.in_flight.fail_too(number, error))?;
@@ -59,7 +58,8 @@ impl Executor {
             None => {}
             Some(Obstacle::Disagreement(other)) => return Err(self.disagree(number, state.before, call, other)),
             Some(Obstacle::Number { rank, number: theirs }) => {
-                let detail = format!("rank {rank} calls device collective {theirs}, this rank {}", state.before + number);
+                let detail =
+                    format!("rank {rank} calls device collective {theirs}, this rank {}", state.before + number);
                 let error = Error::Mismatch { operation: signature.to_string(), detail };
                 self.in_flight.fail(number, FailureKind::Mismatch, rank, error.clone());
                 return Err(error);

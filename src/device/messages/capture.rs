@@ -38,9 +38,8 @@ impl Messages {
             }
         }
         let is_carried = |channel: Channel| state.pairs().library(channel).is_some();
-        let has_rings = |channel: Channel| {
-            channel.0 == me || is_carried(channel) || state.graph_rings[channel.0.index()].is_some()
-        };
+        let has_rings =
+            |channel: Channel| channel.0 == me || is_carried(channel) || state.graph_rings[channel.0.index()].is_some();
         self.check_pieces(state, request)?;
         self.check_connected(state, stretches, request, peers)?;
         if !stretches.iter().all(|stretch| has_rings(stretch.channel)) {
