@@ -44,8 +44,8 @@ mod capture;
 mod part;
 mod request;
 
-use capture::LibraryCall;
 pub(crate) use request::CollectiveRequest;
+use request::LibraryCall;
 
 /// What the executor asks of its communicator.
 pub(crate) trait Ranks: Presence {

@@ -1,7 +1,8 @@
 //! Calls whose stream is being captured in a graph.
 
+use super::request::LibraryCall;
 use super::{CollectiveRequest, Executor, LANE, Prepared, Ranks, State, kernels};
-use crate::device::call_log::{Blocks, Disagreement, LoggedCall};
+use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::device::graph::CaptureSite;
 use crate::device::graph_lane::{CapturedWork, Capturing, Purpose};
@@ -9,29 +10,14 @@ use crate::device::graph_library::LibraryCalls;
 use crate::device::in_flight;
 use crate::device::ring_lane::RingLane;
 use crate::device::setup;
-use crate::device::vendor::VendorComm;
 use crate::device::vendor::captured::{Obstacle, ToldCall};
 use crate::error::Error;
 use crate::schedule::Space;
 use crate::signature::Signature;
-use crate::sync::Arc;
-use crate::sys::cuda::DeviceMemory;
-use crate::sys::nccl::NcclCall;
 use crate::types::Rank;
 
 /// The least bytes of half the staging memory of a graph's lane: devices allocate no less.
 const LEAST_HALF: usize = 1 << 20;
-
-/// A collective in a capture that a vendor's library runs.
-pub(super) struct LibraryCall<'a> {
-    pub(super) number: u64,
-    pub(super) call: LoggedCall,
-    pub(super) blocks: Option<Blocks<'a>>,
-    pub(super) comm: &'a Arc<VendorComm>,
-    /// Memory that the calls may use.
-    pub(super) spare: &'a Arc<DeviceMemory>,
-    pub(super) calls: &'a [NcclCall<'a>],
-}
 
 impl Executor {
     /// Puts the library's calls of a collective into a capture. All ranks of this host have called it; those of others tell
