@@ -34,7 +34,6 @@ elif not IS_SOFTWARE and os.environ.get("NCCLX_RS_TEST_GPU") != "1":
 ONLY_SOFTWARE = {
     "test_cuda_costs": "counts the calls of the software CUDA",
     "test_cuda_footprint": "asks the software CUDA what is left",
-    "test_cuda_nccl_graphs": "counts the calls of the software CUDA",
     "test_cuda_nccl_splits": "counts the calls of the fake NCCL",
 }
 

@@ -145,6 +145,24 @@ def test_any_type_is_moved_on_streams(cuda_world: World) -> None:
     cuda_world.run(moved)
 
 
+def in_a_graph(rank: int, size: int) -> None:
+    tensor = torch.full((100,), float(rank + 1), device="cuda")
+    dist.all_reduce(tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert tensor.tolist() == [size * (size + 1) / 2] * 100
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [size * size * (size + 1) / 2] * 100
+
+
+def test_graphs_go_beside_it(library_world: World) -> None:
+    library_world.run(in_a_graph)
+
+
 def ddp(rank: int, size: int) -> None:
     assert launched(lambda: data_parallel(rank, size)) > 10, "the library did it"
 
