@@ -98,6 +98,11 @@ impl LoggedCall {
         !mixes && LoggedCall { memory: other.memory, ..*self } == *other
     }
 
+    /// Whether it is recorded in a CUDA graph.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.capture == Capture::Captured
+    }
+
     pub(crate) fn signature(&self) -> Signature {
         self.signature
     }
@@ -145,9 +150,7 @@ impl LoggedCall {
     /// Writes the call into a line of the log, with what `store` stores elsewhere.
     pub(crate) fn publish(&self, line: &Line, number: u64, store: impl FnOnce()) {
         let [mark, words @ ..] = line;
-        let [first, second] = self.signature.to_words();
-        let is_captured = self.capture == Capture::Captured;
-        let values = [first, second, u64::from(self.segments), u64::from(is_captured), self.memory as u64];
+        let values = self.to_words();
         record::publish(mark, number, || {
             words.iter().zip(values).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
             store();
@@ -159,6 +162,21 @@ impl LoggedCall {
         let [mark, words @ ..] = line;
         let load = || (words.each_ref().map(|word| word.load(Ordering::Relaxed)), load());
         let ([first, second, segments, capture, memory, ..], beside) = record::read(mark, number, load)?;
+        Some((LoggedCall::from_words([first, second, segments, capture, memory]), beside))
+    }
+
+    /// How many words a call takes.
+    pub(crate) const WORDS: usize = 5;
+
+    /// The call as words.
+    pub(crate) fn to_words(self) -> [u64; LoggedCall::WORDS] {
+        let [first, second] = self.signature.to_words();
+        let is_captured = self.capture == Capture::Captured;
+        [first, second, u64::from(self.segments), u64::from(is_captured), self.memory as u64]
+    }
+
+    /// What [`to_words`](LoggedCall::to_words) made; of other words anything.
+    pub(crate) fn from_words([first, second, segments, capture, memory]: [u64; LoggedCall::WORDS]) -> LoggedCall {
         let capture = if capture == 0 { Capture::Eager } else { Capture::Captured };
         let signature = Signature::from_words([first, second]);
         let memory = match memory {
@@ -166,7 +184,7 @@ impl LoggedCall {
             1 => CallMemory::Plain,
             _ => CallMemory::Registered,
         };
-        Some((LoggedCall { signature, segments: segments as u32, capture, memory }, beside))
+        LoggedCall { signature, segments: segments as u32, capture, memory }
     }
 }
 

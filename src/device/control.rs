@@ -197,6 +197,18 @@ impl Control {
         differences.next().map_or(Ok(()), Err)
     }
 
+    /// Finds a rank that has called the operation of this number outside of a capture.
+    ///
+    /// # Errors
+    /// There is one.
+    pub(crate) fn none_is_eager(&self, lane: usize, number: u64) -> Result<(), Disagreement> {
+        let mut eager = self.ranks().filter_map(|rank| {
+            let theirs = self.call_of(rank, lane, number).filter(|theirs| !theirs.is_captured())?;
+            Some(Disagreement { rank, what: Difference::Call(theirs) })
+        });
+        eager.next().map_or(Ok(()), Err)
+    }
+
     /// Counts an operation that all ranks have called as done, since no stream runs it.
     pub(crate) fn pass(&self, lane: usize, number: u64) {
         for index in [self.layout.started(self.me, lane, number), self.layout.done(self.me, lane, number)] {

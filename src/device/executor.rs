@@ -27,7 +27,7 @@ use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
-use crate::device::vendor::{SubmitError, VendorComm};
+use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
 use crate::device::words::ControlLayout;
@@ -45,6 +45,7 @@ mod part;
 mod request;
 
 pub(crate) use request::CollectiveRequest;
+use request::LibraryCall;
 
 /// What the executor asks of its communicator.
 pub(crate) trait Ranks: Presence {
@@ -114,6 +115,8 @@ struct State {
     before: u64,
     /// The number of the last operation since then.
     number: u64,
+    /// That of the last one that the library has put on a stream; zero if there is none.
+    by_library: u64,
     /// The id of the last operation's stream, and the event at its end there. Another stream may have the handle by now.
     last: Option<StreamId>,
     end: Event,
@@ -268,6 +271,7 @@ impl Executor {
             timer,
             before: 0,
             number: 0,
+            by_library: 0,
             last: None,
             end,
             graphs,
@@ -354,14 +358,11 @@ impl Executor {
         let current = context.enter().map_err(driver)?;
         let stream = Stream::of_caller(&context, request.stream);
         let capture = number_of(stream.capture(&current).map_err(driver)?, operation)?;
-        if capture.is_some() {
-            self.check_one_host(&operation(), "collectives in CUDA graphs")?;
-        }
         // Allocations for a capture must not spoil it.
         let _relaxed = capture.map(|_| Relaxed::enter()).transpose().map_err(driver)?;
         let tensors = request.stretches();
-        // Captures, and operations that the library lacks, run as programs. All ranks choose alike.
-        let vendor = state.vendor.as_ref().filter(|_| capture.is_none() && calls::has(request.dtype, request.reduce));
+        // Operations that the library lacks run as programs. All ranks choose alike.
+        let vendor = state.vendor.as_ref().filter(|_| calls::has(request.dtype, request.reduce));
         let vendor = vendor.map(|vendor| (vendor.comm.clone(), vendor.spare.clone()));
         let run = match &vendor {
             Some((comm, spare)) => {
@@ -378,6 +379,9 @@ impl Executor {
                 Run::Programs(prepared, parts.filter(|_| put.is_some()))
             }
         };
+        if let (Run::Programs(..), Some(_)) = (&run, capture) {
+            self.check_one_host(&operation(), "collectives in CUDA graphs by programs for streams")?;
+        }
         if let (Run::Programs(..), Some(why)) = (&run, self.no_programs)
             && state.world > 1
         {
@@ -424,7 +428,12 @@ impl Executor {
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
         let mode = if capture.is_some() { Captured::Captured } else { Captured::Eager };
         let call = LoggedCall::new(signature, segments, mode).with_memory(memory);
-        if let Err(disagreement) = self.control.enter(LANE, number, call, blocks) {
+        let entered = self.control.enter(LANE, number, call, blocks).or_else(|disagreement| {
+            // In captures all ranks find what differs between calls of a library, once they have told each other.
+            let is_told = capture.is_some() && matches!(run, Run::Vendor(..));
+            if is_told { self.control.none_is_eager(LANE, number) } else { Err(disagreement) }
+        });
+        if let Err(disagreement) = entered {
             let disagreement = disagreement.named(|rank| self.control.name(rank));
             let detail = call.disagreement(sequence, self.me, disagreement);
             let error = Error::Mismatch { operation: signature.to_string(), detail };
@@ -432,10 +441,22 @@ impl Executor {
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
-        if let (Some(capture), Run::Programs(prepared, _)) = (capture, &run) {
+        if let Some(capture) = capture {
             let place = CaptureSite { current: &current, stream: &stream, capture };
-            let met = self.in_flight.meet(number, call, blocks, request.timeout);
-            let outcome = met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks));
+            let outcome = match &run {
+                Run::Programs(prepared, _) => {
+                    let compare = || self.control.compare(LANE, number, call, blocks);
+                    let met = self.in_flight.meet(number, call, compare, request.timeout);
+                    met.and_then(|()| self.capture(state, place, (number, signature), prepared, request, ranks))
+                }
+                Run::Vendor(comm, calls) => {
+                    let (_, spare) = vendor.as_ref().expect("it runs by one");
+                    let called = LibraryCall { number, call, blocks, comm, spare, calls: &calls.calls };
+                    let compare = || self.control.none_is_eager(LANE, number);
+                    let met = self.in_flight.meet(number, call, compare, request.timeout);
+                    met.and_then(|()| self.capture_calls(state, place, &called, request, ranks))
+                }
+            };
             // The call ends here for its caller: the host is told of no replay.
             self.in_flight.end(&work, outcome.clone());
             return outcome.map(|()| work);
@@ -489,15 +510,18 @@ impl Executor {
         if let Some(hosts) = &self.hosts {
             hosts.reset();
         }
+        // Whether the library was called for an operation that not all ranks have called alike.
+        let is_touched =
+            state.by_library > 0 && self.in_flight.failed_from().is_none_or(|from| state.by_library >= from);
         self.control.reset(LANE);
         self.control.reset(RINGS);
         state.lane.reset();
         state.rings.reset();
-        state.number = 0;
+        (state.number, state.by_library) = (0, 0);
         if let Some(vendor) = &state.vendor {
             let failed = |error: CudaError| Error::Device { operation: operation(), cause: error.to_string() };
             let current = state.context.enter().map_err(failed)?;
-            vendor.comm.begin_anew(&current, &mut |own| ranks.all_gather(own, timeout))?;
+            vendor.comm.begin_anew(&current, is_touched, &mut |own| ranks.all_gather(own, timeout))?;
         }
         self.in_flight.resume(state.before);
         ranks.greatest(0, timeout).map(|_| ())
@@ -672,7 +696,8 @@ impl State {
             Run::Vendor(comm, calls) => {
                 let (started, done) = (layout.started(seat, LANE, number), layout.done(seat, LANE, number));
                 self.lane.write(current, stream, started, number)?;
-                comm.submit(current, stream, &calls.calls)?;
+                self.by_library = number;
+                comm.submit(current, stream, &calls.calls, Patience::Watched)?;
                 self.lane.write(current, stream, done, number)?;
             }
             Run::Programs(Prepared::Rounds(rounds, far), _) => {

@@ -8,7 +8,8 @@ use std::any::Any;
 use std::time::{Duration, Instant};
 
 use crate::device::control::{far, is_reached};
-use crate::device::in_flight::{Look, Watched};
+use crate::device::in_flight::{Look, Runner, Watched};
+use crate::device::vendor::VendorComm;
 use crate::device::watch::{Left, Replayed};
 use crate::error::Error;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
@@ -44,6 +45,8 @@ pub(crate) struct GraphWait {
     pub(crate) peer: Rank,
     /// What that rank has not done, for the error of a time limit.
     pub(crate) missing: &'static str,
+    /// The library whose calls it is in, in place of waits for words.
+    pub(crate) library: Option<Arc<VendorComm>>,
     pub(crate) home: Arc<dyn Home>,
 }
 
@@ -88,6 +91,11 @@ impl GraphWaits {
         state.waits.push(wait);
     }
 
+    /// Notes that its graph has calls of a library.
+    pub(crate) fn holds(&self, library: &VendorComm) {
+        library.hold(&self.mark);
+    }
+
     /// Keeps something for as long as the graph is there.
     pub(crate) fn keep(&self, kept: impl Any + Send) {
         lock(&self.state).kept.push((None, Box::new(kept)));
@@ -116,8 +124,11 @@ impl GraphWait {
         self.word(self.busy).load(Ordering::Acquire) & !SEEN == self.operation
     }
 
-    /// Whether a word has not come to its value yet.
+    /// Whether a word has not come to its value yet, or the stream is still in a library's calls.
     fn is_behind(&self) -> bool {
+        if self.library.is_some() {
+            return self.is_on();
+        }
         let has_come =
             |(word, value): &(usize, u64)| is_reached(self.word(*word).load(Ordering::Acquire), *value, self.width);
         !self.awaits.iter().all(has_come)
@@ -144,13 +155,24 @@ impl GraphWait {
     /// Why the wait will not end, if so.
     fn obstacle(&self, waited: Duration) -> Option<Error> {
         let late = || (waited >= self.limit).then(|| self.timeout(waited));
-        let error = self.home.obstacle(&self.call, self.peer).or_else(late)?;
+        let failed = || {
+            let cause = self.library.as_ref()?.failure()?;
+            Some(Error::Device { operation: self.call.clone(), cause })
+        };
+        // The other rank may have left once it has done its part, which the library may still be about to end here.
+        if self.library.is_some() && waited.is_zero() {
+            return None;
+        }
+        let error = self.home.obstacle(&self.call, self.peer).or_else(failed).or_else(late)?;
         // A rank that has left may have done its part before.
         self.is_behind().then_some(error)
     }
 
     /// Lets its stream pass. To be repeated, as [`Control::release`](crate::device::control::Control::release).
     fn release(&self) {
+        if let Some(library) = &self.library {
+            library.give_up();
+        }
         for (word, value) in &self.awaits {
             self.word(*word).store(far(*value, self.width), Ordering::Release);
         }

@@ -328,6 +328,11 @@ impl InFlight {
         }
     }
 
+    /// The number of the earliest operation that has failed, if one has.
+    pub(crate) fn failed_from(&self) -> Option<u64> {
+        lock(&self.state).failed.as_ref().map(|(number, _)| *number)
+    }
+
     /// Has all later calls fail with this error.
     pub(crate) fn stop(&self, error: &Error) {
         lock(&self.state).halt = Some(Halt::Failed(error.clone()));

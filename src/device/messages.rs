@@ -5,7 +5,7 @@
 //! failure. Messages in captures of graphs go through rings of their own.
 //!
 //! Where a [library](crate::device::vendor) carries the messages of a pair, its calls replace the rings' programs; those of a
-//! batch are one group. The log, the words of beginning and end, and what fails together are the same.
+//! batch are one group, in captures too. The log, the words of beginning and end, and what fails together are the same.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -21,13 +21,13 @@ use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
 use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
 use crate::device::message_log::{LoggedMessage, PlaceInCall, called, disagreement};
-use crate::device::pairs::{Channel, LANES, Link, PairSetup, Pairs, lane};
+use crate::device::pairs::{Branch, Channel, LANES, Library, Link, PairSetup, Pairs, lane};
 use crate::device::parts::{Awaits, Batch, BatchPart, PartInFlight, Several};
 use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
 use crate::device::setup::Presence;
-use crate::device::vendor::{SubmitError, VendorComm};
+use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::words::SLOTS;
 use crate::error::{Error, InitError, UsageError};
@@ -255,7 +255,12 @@ impl Messages {
             error
         })?;
         if let Some(id) = number_of(capture, || first.to_string())? {
-            self.own.libraries.no_streams().map_or(Ok(()), |why| Err(self.refused(first, &why)))?;
+            let is_carried = |Stretch { channel, .. }: &Stretch| {
+                channel.0 == self.own.me || state.pairs().library(*channel).is_some()
+            };
+            if !stretches.iter().all(is_carried) {
+                self.own.libraries.no_streams().map_or(Ok(()), |why| Err(self.refused(first, &why)))?;
+            }
             return self.capture(state, (&current, &stream, id), stretches, request, peers);
         }
         let unmet = self.unmet_after(state, request)?;
@@ -557,11 +562,11 @@ impl State {
         let put = if stretches.iter().all(|stretch| self.pairs().library(stretch.channel).is_none()) {
             self.rings.put(current, stream, rounds, &tensors, &starts, &ends).map_err(SubmitError::from)
         } else {
-            let by_library = self
-                .rings
-                .write(current, stream, &starts)
-                .map_err(SubmitError::from)
-                .and_then(|()| self.put_by_library(current, stream, stretches, &tensors));
+            let by_library = self.rings.write(current, stream, &starts).map_err(SubmitError::from).and_then(|()| {
+                self.note_library(stretches);
+                let branch = |_, library: &Library| Ok(library.branch.clone());
+                put_by_library(self.pairs(), (current, stream), stretches, &tensors, branch, Patience::Watched)
+            });
             // What this rank sends itself, by its ring.
             by_library.and_then(|()| Ok(self.rings.put(current, stream, rounds, &tensors, &[], &ends)?))
         };
@@ -581,53 +586,14 @@ impl State {
         Ok(())
     }
 
-    /// Puts what a library carries on the stream, as one group. Each direction of a pair has a communicator. The first one's
-    /// calls go on the caller's stream, the others' on their own streams, so that all run together; the caller's stream waits
-    /// for all.
-    fn put_by_library(
-        &self,
-        current: &Current<'_>,
-        stream: &Stream,
-        stretches: &[Stretch],
-        tensors: &[&[DeviceBytes<'_>]],
-    ) -> Result<(), SubmitError> {
-        let me = self.pairs().me();
-        let mut parts: Vec<_> = stretches
-            .iter()
-            .filter_map(|stretch| {
-                let library = self.pairs().library(stretch.channel)?;
-                let bytes = stretch.messages.iter().flat_map(|message| tensors[*message]);
-                // An empty message needs neither a call nor the other rank.
-                let calls: Vec<NcclCall<'_>> =
-                    bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| library.call(*bytes)).collect();
-                let (peer, direction) = stretch.channel;
-                let order = (me.min(peer), me.max(peer), lane(me, peer, direction));
-                (!calls.is_empty()).then_some((order, library, calls))
-            })
-            .collect();
-        // All ranks put calls on streams in one order, so that streams which share a queue of a device never wait in a circle:
-        // of all calls that wait, the first in this order is next at both of its ends.
-        parts.sort_unstable_by_key(|(order, ..)| *order);
-        let Some(((_, first, _), others)) = parts.split_first() else { return Ok(()) };
-        let begun = &first.joined;
-        if !others.is_empty() {
-            begun.record(current, stream)?;
+    /// Notes that a library puts the messages of its channels on streams.
+    fn note_library(&mut self, stretches: &[Stretch]) {
+        for Stretch { channel, .. } in stretches {
+            if self.pairs().library(*channel).is_some() {
+                let end = self.rings.memory_mut().end_mut(*channel);
+                end.by_library = end.number;
+            }
         }
-        for (_, library, _) in others {
-            library.stream.wait(current, begun)?;
-        }
-        let group = parts.iter().enumerate().map(|(number, (_, library, calls))| {
-            let stream = if number == 0 { stream } else { &library.stream };
-            (&*library.comm, stream, &calls[..])
-        });
-        let group: Vec<_> = group.collect();
-        let submitted = VendorComm::submit_together(current, &group);
-        // Even if a part of the group is missing.
-        for (_, library, _) in others {
-            library.joined.record(current, &library.stream)?;
-            stream.wait(current, &library.joined)?;
-        }
-        Ok(submitted?)
     }
 
     /// Puts the words of the end on a stream that lacks a part of these messages: they say when the stream has run out.
@@ -648,6 +614,64 @@ impl State {
             stretches.iter().map(edge).collect()
         })
     }
+}
+
+/// Puts what a library carries on the stream, as one group. Each direction of a pair has a communicator. The first one's calls
+/// go on the caller's stream, the others' on the streams that `branch` gives, so that all run together; the caller's stream waits
+/// for all.
+fn put_by_library(
+    pairs: &Pairs,
+    (current, stream): (&Current<'_>, &Stream),
+    stretches: &[Stretch],
+    tensors: &[&[DeviceBytes<'_>]],
+    mut branch: impl FnMut(Channel, &Library) -> Result<Arc<Branch>, CudaError>,
+    patience: Patience,
+) -> Result<(), SubmitError> {
+    let me = pairs.me();
+    let mut parts = Vec::new();
+    for stretch in stretches {
+        let Some((library, calls)) = calls_of(pairs, stretch, tensors).filter(|(_, calls)| !calls.is_empty()) else {
+            continue;
+        };
+        let (peer, direction) = stretch.channel;
+        let order = (me.min(peer), me.max(peer), lane(me, peer, direction));
+        parts.push((order, library, calls, branch(stretch.channel, library)?));
+    }
+    // All ranks put calls on streams in one order, so that streams which share a queue of a device never wait in a circle:
+    // of all calls that wait, the first in this order is next at both of its ends.
+    parts.sort_unstable_by_key(|(order, ..)| *order);
+    let Some(((.., first), others)) = parts.split_first() else { return Ok(()) };
+    if !others.is_empty() {
+        first.joined.record(current, stream)?;
+    }
+    for (.., branch) in others {
+        branch.stream.wait(current, &first.joined)?;
+    }
+    let group = parts.iter().enumerate().map(|(number, (_, library, calls, branch))| {
+        let stream = if number == 0 { stream } else { &branch.stream };
+        (&*library.comm, stream, &calls[..])
+    });
+    let group: Vec<_> = group.collect();
+    let submitted = VendorComm::submit_together(current, &group, patience);
+    // Even if a part of the group is missing.
+    for (.., branch) in others {
+        branch.joined.record(current, &branch.stream)?;
+        stream.wait(current, &branch.joined)?;
+    }
+    Ok(submitted?)
+}
+
+/// The calls of a library that carry some messages of a channel, if one does.
+fn calls_of<'p, 'a>(
+    pairs: &'p Pairs,
+    stretch: &Stretch,
+    tensors: &[&[DeviceBytes<'a>]],
+) -> Option<(&'p Library, Vec<NcclCall<'a>>)> {
+    let library = pairs.library(stretch.channel)?;
+    let bytes = stretch.messages.iter().flat_map(|message| tensors[*message]);
+    // An empty message needs neither a call nor the other rank.
+    let calls = bytes.filter(|bytes| !bytes.is_empty()).map(|bytes| library.call(*bytes)).collect();
+    Some((library, calls))
 }
 
 /// Groups the messages of a call by peer and direction.

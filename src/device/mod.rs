@@ -17,7 +17,7 @@
 //! [rings](graph_rings): both count by [`tokens`], and no call submits their [`replay`]s. The [`executor`] runs whole
 //! collectives; [`messages`] go between [`pairs`] of ranks, also [far ones](far_pairs). Any thread that looks at operations
 //! [`in_flight`] ends those that are done, at the latest the [`watch`]; a [`timer`] may measure how long they take. Where the ranks have chosen one, a [`vendor`]'s library
-//! runs collectives and messages instead of programs.
+//! runs collectives and messages instead of programs, in graphs by [`graph_library`].
 //!
 //! Besides there are [`windows`], which ranks access on their own. Their [`signals`] are words. Their [`accesses`] in flight
 //! end one by one, or fail together by the [`marks`] that ranks leave. Captured accesses have [`recordings`] of their own, and
@@ -39,6 +39,7 @@ pub(crate) mod far_pairs;
 pub(crate) mod far_windows;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
+pub(crate) mod graph_library;
 pub(crate) mod graph_rings;
 pub(crate) mod graph_waits;
 pub mod halves;

@@ -25,8 +25,11 @@ use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::{Arc, Mutex};
-use crate::sys::cuda::{Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width, provider};
+use crate::sys::cuda::{
+    Batch, Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width, provider,
+};
 use crate::sys::nccl::{Nccl, NcclCall};
+use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
 /// What the setup of pairs needs to know of this rank.
@@ -115,9 +118,10 @@ pub(crate) struct Link {
 pub(crate) struct Pair {
     pub(crate) link: Arc<Link>,
     pub(crate) context: Arc<Context>,
-    /// By lane, what carries messages outside of graphs in place of the rings.
+    /// By lane, what carries messages in place of the rings.
     library: Option<[Library; LANES]>,
     pub(crate) layout: ControlLayout,
+    words: Arc<SharedWords>,
     registered: Arc<RegisteredWords>,
     width: Width,
     cells: Cells,
@@ -135,9 +139,21 @@ pub(crate) struct Library {
     direction: Direction,
     /// The other rank's place in the communicator.
     peer: u32,
-    /// The stream of its calls in a group with other lanes' calls, and the event that joins it with the caller's stream.
+    /// For its calls in a group with other lanes' calls.
+    pub(crate) branch: Arc<Branch>,
+}
+
+/// A stream beside the caller's, and the event that joins the two.
+#[derive(Debug)]
+pub(crate) struct Branch {
     pub(crate) stream: Stream,
     pub(crate) joined: Event,
+}
+
+impl Branch {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Branch, CudaError> {
+        Ok(Branch { stream: Stream::new(context, 0)?, joined: Event::new(context)? })
+    }
 }
 
 impl Library {
@@ -169,6 +185,8 @@ enum Cells {
 pub(crate) struct End {
     /// The number of the last message.
     pub(crate) number: u64,
+    /// That of the last one that a library has put on a stream; zero if there is none.
+    pub(crate) by_library: u64,
     /// The stream of the last message, and the event at that message's end.
     pub(crate) last: Option<u64>,
     pub(crate) end: Event,
@@ -206,7 +224,7 @@ impl Pair {
             host: &own.host,
             halves: &[own.cell],
             stages_alone: false,
-            words: layout.count(),
+            words: layout.count() + names.len() * LANES,
             layout: ControlLayout::VERSION,
             timeout: until.saturating_duration_since(Instant::now()),
         };
@@ -258,14 +276,31 @@ impl Pair {
             in_flight
         };
         let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
-        let ends = events.map(|end| End { number: 0, last: None, end });
+        let ends = events.map(|end| End { number: 0, by_library: 0, last: None, end });
         let (link, registered) = (Arc::new(link), Arc::new(registered));
-        Ok(Pair { link, context, library, layout, registered, width, cells, me: place, ends })
+        Ok(Pair { link, context, library, layout, words, registered, width, cells, me: place, ends })
     }
 
     /// Whether the other rank is on another host.
     pub(crate) fn is_far(&self) -> bool {
         matches!(self.cells, Cells::Far(_))
+    }
+
+    /// The words, and the number of the one by which this rank's stream says that it is in a call of the library for `lane` in a
+    /// graph.
+    pub(crate) fn busy(&self, lane: usize) -> (&Arc<SharedWords>, usize) {
+        assert!(lane < LANES, "no lane {lane}");
+        (&self.words, self.layout.count() + self.me.index() * LANES + lane)
+    }
+
+    /// Has a stream write that word.
+    pub(crate) fn tell<'a>(&'a self, batch: &mut Batch<'a>, lane: usize, value: u64) {
+        batch.set_width(self.width);
+        batch.write(self.registered.word(self.busy(lane).1), value);
+    }
+
+    pub(crate) fn width(&self) -> Width {
+        self.width
     }
 
     pub(crate) fn place(&self, rank: Rank) -> Rank {
@@ -286,17 +321,14 @@ fn library(
     let Some((chosen, _)) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
         return Ok(None);
     };
-    let made = || -> Result<[(Stream, Event); LANES], CudaError> {
-        let made = || Ok((Stream::new(context, 0)?, Event::new(context)?));
-        Ok([made()?, made()?])
-    };
+    let made = || Ok::<_, CudaError>([Branch::new(context)?, Branch::new(context)?]);
     let made = setup::agree(comm, names, "streams for messages", made(), |_| {}, all_gather)?;
     let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
     let sent = lane(*me, peer, Direction::Send);
-    let mut begin = |(number, (stream, joined)): (usize, (Stream, Event))| -> Result<Library, Error> {
+    let mut begin = |(number, branch): (usize, Branch)| -> Result<Library, Error> {
         let direction = if number == sent { Direction::Send } else { Direction::Receive };
         let comm = chosen.begin(&current, all_gather)?;
-        Ok(Library { comm, direction, peer: 1 - place.0, stream, joined })
+        Ok(Library { comm, direction, peer: 1 - place.0, branch: Arc::new(branch) })
     };
     let [first, second] = made;
     let lanes = [begin((0, first))?, begin((1, second))?];
@@ -328,7 +360,7 @@ impl Pairs {
         self.by_peer[peer.index()].as_ref().expect("pairs are set up before their first message")
     }
 
-    /// The vendor's library that carries some messages outside of graphs, if one does.
+    /// The vendor's library that carries the messages of a channel, if one does.
     pub(crate) fn library(&self, (peer, direction): Channel) -> Option<&Library> {
         self.pair(peer).library.as_ref().map(|library| &library[lane(self.me, peer, direction)])
     }

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::hash::Hash;
 
 use crate::device::graph_waits::GraphWaits;
+use crate::device::pairs::Branch;
 use crate::device::watch::{self, Replayed};
 use crate::sync::{Arc, Weak};
 use crate::sys::cuda::{Context, CudaError, Current, Event, Stream, StreamId};
@@ -19,6 +20,8 @@ pub(crate) struct Recording<K> {
     id: u64,
     waits: Arc<GraphWaits>,
     chains: HashMap<K, Chain>,
+    /// Streams beside those of the capture's program. The graph keeps them: outside of it others are used meanwhile.
+    branches: HashMap<K, Weak<Branch>>,
 }
 
 /// The stream of the last operation of a key, and the event at its end.
@@ -48,7 +51,7 @@ impl<K: Copy + Eq + Hash> Recordings<K> {
                 let waits = GraphWaits::new(comm.to_owned());
                 waits.belong(current, stream)?;
                 watch::watch_graph(waits.clone());
-                self.all.push(Recording { id, waits, chains: HashMap::new() });
+                self.all.push(Recording { id, waits, chains: HashMap::new(), branches: HashMap::new() });
                 self.all.len() - 1
             }
         };
@@ -70,6 +73,17 @@ impl<K: Copy + Eq + Hash> Recording<K> {
     /// What the host sees of its replays.
     pub(crate) fn waits(&self) -> &GraphWaits {
         &self.waits
+    }
+
+    /// The stream beside the caller's for a key.
+    pub(crate) fn branch(&mut self, key: K, context: &Arc<Context>) -> Result<Arc<Branch>, CudaError> {
+        if let Some(known) = self.branches.get(&key).and_then(Weak::upgrade) {
+            return Ok(known);
+        }
+        let made = Arc::new(Branch::new(context)?);
+        self.waits.keep(made.clone());
+        self.branches.insert(key, Arc::downgrade(&made));
+        Ok(made)
     }
 
     /// Has a stream come after the last operation of a key.

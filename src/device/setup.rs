@@ -40,7 +40,8 @@ pub struct Wanted<'a> {
     pub device: u32,
     /// The identity of its host.
     pub host: &'a str,
-    /// The bytes of half of each of a rank's staging memories, by this rank's settings; those of rank 0 apply.
+    /// The bytes of half of each of a rank's staging memories, by this rank's settings; those of rank 0 apply. Without any
+    /// there is no memory for messages to other hosts either.
     pub halves: &'a [usize],
     /// Whether a rank that is alone on its host has staging memory, too.
     pub stages_alone: bool,
@@ -401,7 +402,8 @@ impl Own {
             lengths.push(len);
         }
         let half = NetworkMemory::half_beside(decision.halves.first().copied().unwrap_or(0));
-        let network = has_others.then(|| NetworkMemory::new(&context, half)).transpose();
+        let is_staged = !decision.halves.is_empty();
+        let network = (has_others && is_staged).then(|| NetworkMemory::new(&context, half)).transpose();
         let network =
             network.map_err(failed(format_args!("{} bytes of memory for messages to other hosts", 4 * half)))?;
         let words = (me.index() == 0).then(|| SharedWords::new(wanted.words)).transpose();

@@ -426,6 +426,7 @@ impl Windows {
                 awaits: vec![(awaited, 1)],
                 peer,
                 missing,
+                library: None,
                 home: self.accesses.clone(),
             });
         }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::cuda::{Context, Device, driver_version};
+use ncclx_rs::sys::nccl::Vendor;
 
 /// The first device's context; nothing where there is no driver.
 ///
@@ -220,7 +221,13 @@ impl Software {
 
 /// How often the fake NCCL has been called for something in this process: `groups`, `sends`, `receives`, `ids` or `splits`.
 pub(crate) fn calls_of_nccl(what: &str) -> u64 {
-    let path = std::env::var("NCCLX_RS_NCCL_LIBRARY").expect("tests/softcuda/run sets it");
+    calls_of(Vendor::Nccl, what)
+}
+
+/// As [`calls_of_nccl`], of either library.
+pub(crate) fn calls_of(vendor: Vendor, what: &str) -> u64 {
+    let variable = if vendor == Vendor::Nccl { "NCCLX_RS_NCCL_LIBRARY" } else { "NCCLX_RS_RCCL_LIBRARY" };
+    let path = std::env::var(variable).expect("tests/softcuda/run sets it");
     let (path, what) = (CString::new(path).expect("a path"), CString::new(what).expect("a name"));
     // SAFETY: the path ends with a zero; the library's initialisers ask nothing of who loads it.
     let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };

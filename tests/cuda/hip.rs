@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use ncclx_rs::sys::cuda::{DeviceMemory, Provider, driver_version, provider};
+use ncclx_rs::sys::nccl::Vendor;
 use ncclx_rs::{Buffer, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, StreamHandle, Tag};
 
-use crate::harness::{Software, alone, captured, is_alone, not_run};
+use crate::harness::{Software, alone, calls_of, captured, is_alone, not_run};
 use crate::ranks::{OnDevice, Process, data, hosts_on, of_processes, total, world_on};
 use crate::vendor::all_collectives;
+use crate::vendor_graphs::all_in_a_graph;
 
 const FOUR: (&str, &str) = ("SOFTCUDA_DEVICES", "4");
 /// Only with this do streams of the software HIP wait for words.
@@ -75,6 +77,10 @@ fn amds_devices_have_rccl_without_a_word() {
             ];
             rank.comm.submit_batch(&to_itself).expect("a work").wait(None).expect("it needs no other rank");
             assert_eq!(rank.values(&copy), [3.0; 10]);
+            all_in_a_graph(&rank, 100, |what| calls_of(Vendor::Rccl, what));
+            let outcome = captured(rank.stream.to_raw(), || bitwise(&rank, &memory));
+            let error = outcome.expect_err("RCCL has none in graphs either").to_string();
+            assert!(error.contains("all_reduce") && error.contains("RCCL has no such operation"), "{error}");
             // SAFETY: it stays until the end.
             let exposed =
                 unsafe { Buffer::on_device(memory.bytes().ptr().to_bits(), 10, DType::F32, rank.me() as u32) };

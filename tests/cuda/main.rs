@@ -32,6 +32,7 @@ mod simulation;
 mod through_host;
 mod trouble;
 mod vendor;
+mod vendor_graphs;
 mod vendor_memory;
 mod vendor_messages;
 mod vendor_splits;

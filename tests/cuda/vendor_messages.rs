@@ -9,7 +9,6 @@ use ncclx_rs::sys::nccl::{NcclCall, NcclComm, Progress, UniqueId, Vendor};
 use ncclx_rs::{Error, Op, Work};
 
 use crate::harness::{Software, alone, calls_of_nccl, context, is_alone};
-use crate::message_graphs::ring;
 use crate::messages::{
     CELL, Item, abort_ends_what_waits, both_ways, cut_otherwise, disagree, disagree_in_a_batch, exchange, exchanges,
     outcome, ping, recv, there_and_back, to_itself,
@@ -410,26 +409,6 @@ fn ranks_of_two_hosts_hear_what_the_other_one_has_called() {
                 kept.extend(ping(&rank, round));
             }
             rank.leave(kept);
-        });
-    });
-}
-
-#[test]
-fn what_is_captured_goes_by_streams() {
-    alone("vendor_messages::what_is_captured_goes_by_streams", &[&[FOUR], WEAK], || {
-        world_on(&DEVICES[..3], NCCL, |rank| {
-            let mut kept = meet_all(&rank);
-            let before = calls_of_nccl("sends");
-            rank.comm.barrier().expect("all have counted");
-            let ring = ring(&rank, 2 * CELL + 3, true);
-            ring.replay_and_check(&rank, 4);
-            rank.comm.barrier().expect("all are done");
-            assert_eq!(calls_of_nccl("sends"), before);
-            rank.comm.barrier().expect("all have counted");
-            // And outside of it they go on as they went.
-            kept.extend(meet_all(&rank));
-            assert!(calls_of_nccl("sends") > before);
-            rank.leave((kept, ring));
         });
     });
 }

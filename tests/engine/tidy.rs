@@ -140,7 +140,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["pairs"],
             // What ends it, and what begins it.
             &["watch"],
-            &["graph_lane", "graph_waits"],
+            &["graph_lane", "graph_library", "graph_waits"],
             &["accesses", "graph", "graph_rings", "recordings"],
             &["landing"],
             &["windows"],

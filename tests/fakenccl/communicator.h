@@ -74,8 +74,9 @@ class Communicator {
   bool mixes(uint64_t launch, Passed passed, int peer) const;
   uint64_t launches() const { return launches_; }
 
-  // Says that this end of a message's channel is there, and whether the other one is, too, or nobody waits for it any more.
-  void connect(int peer, bool is_send);
+  // Says that this end of a message's channel is there, and returns whether it is new; whether the other end is there, too, or
+  // nobody waits for it any more.
+  bool connect(int peer, bool is_send);
   bool is_connected(int peer, bool is_send) const;
 
   // Moves all of these at once, those of a peer and direction one after the other. False: it was aborted meanwhile.
@@ -89,6 +90,10 @@ class Communicator {
   // their streams.
   Result follow(CUstream stream);
   Result followed_by_next(CUstream stream);
+
+  // Between these a graph has calls of it, for which its end waits.
+  void hold() { graphs_++; }
+  void let_go() { graphs_--; }
 
   // Between these a thread puts calls on streams, for which an abort waits.
   void begin_putting() { running_++; }
@@ -126,6 +131,9 @@ class Communicator {
   std::mutex making_mutex_;
   std::shared_ptr<Communicator> making_;
   std::atomic<int> running_{0};
+  std::atomic<int> graphs_{0};
+  // Whose launch runs: those of graphs come as their streams do.
+  std::mutex turn_;
   std::mutex enrolled_mutex_;
   // By handle: where they begin, and their bytes.
   std::map<uintptr_t, std::pair<uintptr_t, size_t>> enrolled_;

@@ -61,18 +61,54 @@ struct Launch {
     return passed;
   }
 
+  // The graph that its stream is captured for; null if it is not.
+  Result graph(CUgraph& captured) const {
+    CUstreamCaptureStatus status;
+    captured = nullptr;
+    return cuStreamGetCaptureInfo(stream, &status, nullptr, &captured, nullptr, nullptr, nullptr) ||
+                   status == CU_STREAM_CAPTURE_STATUS_INVALIDATED
+               ? UnhandledCudaError
+               : Success;
+  }
+
   Result submit() {
     if (comm->is_aborted()) return Success;
-    CUstreamCaptureStatus capture;
-    if (cuStreamIsCapturing(stream, &capture)) return UnhandledCudaError;
-    const bool is_captured = capture != CU_STREAM_CAPTURE_STATUS_NONE;
-    if (!is_captured) {
-      if (const Result failed = comm->follow(stream)) return failed;
-    }
-    // It stays, since a graph may run it again.
-    auto* body = new Launch(*this);
-    if (cuLaunchHostFunc(stream, [](void* body) { static_cast<Launch*>(body)->run(); }, body)) return UnhandledCudaError;
-    return is_captured ? Success : comm->followed_by_next(stream);
+    CUgraph captured;
+    if (const Result failed = graph(captured)) return failed;
+    return captured ? submit_to(captured) : submit_once();
+  }
+
+ private:
+  Result submit_once() {
+    if (const Result failed = comm->follow(stream)) return failed;
+    const auto run = [](void* launch) {
+      const std::unique_ptr<Launch> own(static_cast<Launch*>(launch));
+      own->run();
+    };
+    auto own = std::make_unique<Launch>(*this);
+    if (cuLaunchHostFunc(stream, run, own.get())) return UnhandledCudaError;
+    own.release();
+    return comm->followed_by_next(stream);
+  }
+
+  // The graph runs it again and again, and holds the communicator until it is gone.
+  Result submit_to(CUgraph captured) {
+    const auto run = [](void* launch) {
+      count("replayed");
+      static_cast<Launch*>(launch)->run();
+    };
+    const auto destroy = [](void* launch) {
+      const std::unique_ptr<Launch> own(static_cast<Launch*>(launch));
+      own->comm->let_go();
+    };
+    auto own = std::make_unique<Launch>(*this);
+    CUuserObject object;
+    if (cuUserObjectCreate(&object, own.get(), destroy, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)) return UnhandledCudaError;
+    comm->hold();
+    Launch* const launch = own.release();
+    if (cuGraphRetainUserObject(captured, object, 1, CU_GRAPH_USER_OBJECT_MOVE)) return UnhandledCudaError;
+    count("captured");
+    return cuLaunchHostFunc(stream, run, launch) ? UnhandledCudaError : Success;
   }
 };
 
@@ -100,7 +136,8 @@ Result submit(std::vector<Launch> launches) {
 }
 
 // As NCCL: ranks connect at the first message in a direction, all those of a group at once, and nothing is on a stream before.
-void connect(const std::vector<Launch>& all) {
+// That allocates, which spoils a capture that minds what other threads do.
+Result connect(const std::vector<Launch>& all) {
   const auto each = [&](auto&& what) {
     for (const Launch& launch : all) {
       for (const Call& call : launch.calls) {
@@ -108,10 +145,29 @@ void connect(const std::vector<Launch>& all) {
       }
     }
   };
-  each([](Communicator& comm, const Call& call) { comm.connect(call.peer, call.is_send); });
+  bool is_new = false;
+  each([&](Communicator& comm, const Call& call) { is_new |= comm.connect(call.peer, call.is_send); });
+  CUgraph captured = nullptr;
+  if (const Result failed = all[0].graph(captured)) return failed;
+  CUdeviceptr buffer;
+  if (is_new && captured && (cuMemAlloc(&buffer, 1) || cuMemFree(buffer))) return UnhandledCudaError;
   each([](Communicator& comm, const Call& call) {
     while (!comm.is_connected(call.peer, call.is_send)) usleep(50);
   });
+  return Success;
+}
+
+// As NCCL.
+Result refuse_mixtures(const std::vector<Launch>& all) {
+  CUgraph first, other;
+  if (const Result failed = all[0].graph(first)) return failed;
+  for (const Launch& launch : all) {
+    if (const Result failed = launch.graph(other)) return failed;
+    if (!first == !other) continue;
+    last_error() = "Either none or all communicators in a ncclGroup() can be CUDA graph captured.";
+    return InvalidUsage;
+  }
+  return Success;
 }
 
 // As NCCL: where communicators do not block, a thread puts their calls on streams.
@@ -126,8 +182,9 @@ int flush() {
       return InvalidUsage;
     }
   }
+  if (const Result refused = refuse_mixtures(all)) return refused;
   if (all[0].comm->is_blocking) {
-    connect(all);
+    if (const Result failed = connect(all)) return failed;
     return submit(std::move(all));
   }
   CUcontext context;
@@ -139,10 +196,10 @@ int flush() {
   std::thread([all = std::move(all), context]() mutable {
     cuCtxSetCurrent(context);
     usleep(settings().launch_us);
-    connect(all);
     std::vector<std::shared_ptr<Communicator>> comms;
     for (const Launch& launch : all) comms.push_back(launch.comm);
-    const Result result = submit(std::move(all));
+    Result result = connect(all);
+    if (!result) result = submit(std::move(all));
     for (const auto& comm : comms) comm->end_putting();
     for (const auto& comm : comms) {
       // What has gone wrong on the stream meanwhile stays.

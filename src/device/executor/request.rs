@@ -4,12 +4,16 @@ use std::time::Duration;
 
 use crate::algo::{Collective, Scaling};
 use crate::buffer::Buffer;
+use crate::device::call_log::{Blocks, LoggedCall};
 use crate::device::lane::Stretches;
 use crate::device::lower::InPlace;
 use crate::device::plans::{self, Shape};
+use crate::device::vendor::VendorComm;
 use crate::device::vendor::calls::{self, Called, Calls, Unfit};
 use crate::signature::Signature;
+use crate::sync::Arc;
 use crate::sys::cuda::{DeviceMemory, StreamHandle};
+use crate::sys::nccl::NcclCall;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::window::WindowId;
 
@@ -28,6 +32,17 @@ pub(crate) struct CollectiveRequest<'a> {
     pub(crate) window: Option<WindowId>,
     pub(crate) stream: StreamHandle,
     pub(crate) timeout: Duration,
+}
+
+/// A collective in a capture that a vendor's library runs.
+pub(super) struct LibraryCall<'a> {
+    pub(super) number: u64,
+    pub(super) call: LoggedCall,
+    pub(super) blocks: Option<Blocks<'a>>,
+    pub(super) comm: &'a Arc<VendorComm>,
+    /// Memory that the calls may use.
+    pub(super) spare: &'a Arc<DeviceMemory>,
+    pub(super) calls: &'a [NcclCall<'a>],
 }
 
 impl<'a> CollectiveRequest<'a> {

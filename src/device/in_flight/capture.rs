@@ -4,14 +4,14 @@ use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use super::{Halt, InFlight, NAP_MAX, blame, named, reported, spread};
-use crate::device::call_log::{Blocks, LoggedCall};
+use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
 use crate::sync::lock;
 use crate::types::Rank;
 
 impl InFlight {
-    /// Blocks until all ranks have called the operation of this number, and compares their calls. No rank puts anything on a
+    /// Blocks until all ranks have called the operation of this number, which `compare` looks at. No rank puts anything on a
     /// stream before that.
     ///
     /// # Errors
@@ -20,7 +20,7 @@ impl InFlight {
         &self,
         number: u64,
         call: LoggedCall,
-        blocks: Option<Blocks<'_>>,
+        compare: impl Fn() -> Result<(), Disagreement>,
         limit: Duration,
     ) -> Result<(), Error> {
         let (begin, signature) = (Instant::now(), call.signature());
@@ -29,7 +29,7 @@ impl InFlight {
             let is_missing = |rank: &Rank| self.control.call_of(*rank, self.lane, number).is_none();
             let missing: Vec<Rank> = self.control.ranks().filter(is_missing).collect();
             // Before all have come, too: one call that differs is enough to fail.
-            if let Err(disagreement) = self.control.compare(self.lane, number, call, blocks) {
+            if let Err(disagreement) = compare() {
                 let detail = call.disagreement(number, self.control.me(), disagreement);
                 let error = Error::Mismatch { operation: signature.to_string(), detail };
                 self.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());

@@ -1,14 +1,15 @@
 //! Messages whose stream is being captured in a graph.
 
-use super::{BatchRequest, Messages, Peers, State, Stretch, plain};
+use super::{BatchRequest, Messages, Peers, State, Stretch, calls_of, plain, put_by_library};
 use crate::device::counters::Word;
 use crate::device::graph_rings::InGraphs;
 use crate::device::graph_waits::GraphWait;
 use crate::device::lane::flush;
-use crate::device::pairs::{Channel, lane};
+use crate::device::pairs::{Channel, Library, Pairs, lane};
 use crate::device::ring_lane::RingLane;
 use crate::device::rounds::{self, Direction, Flow, Rounds};
 use crate::device::tokens::Tokens;
+use crate::device::vendor::{Patience, SubmitError};
 use crate::error::{Error, UsageError};
 use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, Relaxed, Stream, Width};
 use crate::work::Work;
@@ -36,7 +37,11 @@ impl Messages {
                 return Err(between_hosts(first.to_string()).into());
             }
         }
-        let has_rings = |(peer, _): Channel| peer == me || state.graph_rings[peer.index()].is_some();
+        let is_carried = |channel: Channel| state.pairs().library(channel).is_some();
+        let has_rings =
+            |channel: Channel| channel.0 == me || is_carried(channel) || state.graph_rings[channel.0.index()].is_some();
+        self.check_pieces(state, request)?;
+        self.check_connected(state, stretches, request, peers)?;
         if !stretches.iter().all(|stretch| has_rings(stretch.channel)) {
             // A rank that called this outside of a capture will not come to set up rings.
             if stretches.iter().any(|stretch| self.is_eager_elsewhere(state, stretch)) {
@@ -44,7 +49,9 @@ impl Messages {
             }
             return Ok(None);
         }
-        let messages: Vec<rounds::Message> = request.messages.iter().enumerate().map(plain).collect();
+        let messages = request.messages.iter().enumerate();
+        let messages: Vec<rounds::Message> =
+            messages.filter(|(_, message)| !is_carried(message.channel())).map(plain).collect();
         let rounds = state.graph_lane(self).plan(&messages).map_err(|error| self.refused(first, &error))?;
         if rounds.flows.iter().any(|flow| flow.peer == me) {
             return Err(
@@ -75,6 +82,34 @@ impl Messages {
         put.map(|()| works.into_iter().next())
     }
 
+    /// Refuses the first message in a direction where a library carries it.
+    fn check_connected(
+        &self,
+        state: &State,
+        stretches: &[Stretch],
+        request: &BatchRequest<'_>,
+        peers: &dyn Peers,
+    ) -> Result<(), Error> {
+        let tensors = request.tensors();
+        let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
+        let is_new = |stretch: &&Stretch| {
+            let carried = calls_of(state.pairs(), stretch, &tensors);
+            carried.is_some_and(|(library, calls)| library.comm.unconnected(&calls).is_some())
+        };
+        let Some(new) = stretches.iter().find(is_new) else { return Ok(()) };
+        // A rank that called this outside of a capture waits for this one.
+        if self.is_eager_elsewhere(state, new) {
+            self.announce(state, stretches, request, true, peers)?;
+        }
+        let library = state.pairs().library(new.channel).expect("it carries it").comm.library();
+        let (message, peer) = (&request.messages[new.messages[0]], new.channel.0);
+        let cause = format!(
+            "{library} connects two ranks at their first message in a direction, which a capture may not allow, and this is the \
+             first one with rank {peer}: exchange one before the capture"
+        );
+        Err(self.refused(message, &cause))
+    }
+
     fn put_in_graph(
         &self,
         state: &mut State,
@@ -82,11 +117,12 @@ impl Messages {
         stretches: &[Stretch],
         rounds: &Rounds,
         request: &BatchRequest<'_>,
-    ) -> Result<(), CudaError> {
+    ) -> Result<(), SubmitError> {
         let me = self.own.me;
         let operations = [(); 2].map(|()| state.numbers.next());
         let recording = state.recordings.of(&self.own.comm, id, current, stream)?;
-        let memory = InGraphs { pairs: state.rings.memory(), rings: &state.graph_rings };
+        let pairs = state.rings.memory();
+        let memory = InGraphs { pairs, rings: &state.graph_rings };
         let mut rings = RingLane::on(memory, me, self.own.size);
         // Before the graph can run: the watch looks for them.
         for flow in &rounds.flows {
@@ -98,6 +134,22 @@ impl Messages {
                 recording.waits().note(wait);
             }
         }
+        let carried: Vec<&Stretch> =
+            stretches.iter().filter(|stretch| pairs.library(stretch.channel).is_some()).collect();
+        for stretch in &carried {
+            let wait = self.wait_for_library(pairs, stretch, operations[1], request);
+            recording.waits().holds(wait.library.as_ref().expect("it is of one"));
+            recording.waits().note(wait);
+        }
+        let tell = |batch: &mut Batch<'_>, operation: u64| -> Result<(), CudaError> {
+            for (peer, direction) in carried.iter().map(|stretch| stretch.channel) {
+                // As in `memory.tell`, which has the rings' words.
+                let mut words = Batch::new(pairs.pair(peer).width());
+                pairs.pair(peer).tell(&mut words, lane(me, peer, direction), operation);
+                flush(current, stream, &mut words)?;
+            }
+            flush(current, stream, batch)
+        };
         for stretch in stretches {
             recording.follow(stretch.channel, current, stream)?;
         }
@@ -107,17 +159,51 @@ impl Messages {
         tokens.waits().for_each(|step| memory.add(&mut batch, step));
         memory.tell(&mut batch, me, rounds, operations[1]);
         tokens.takes().for_each(|step| memory.add(&mut batch, step));
-        flush(current, stream, &mut batch)?;
+        tell(&mut batch, operations[1])?;
         let tensors = request.tensors();
         let tensors: Vec<&[DeviceBytes<'_>]> = tensors.iter().map(|tensor| &tensor[..]).collect();
-        let put = rings.put(current, stream, rounds, &tensors, &[], &[]);
+        let context = &pairs.pair(stretches[0].channel.0).context;
+        let branch = |channel, _: &Library| recording.branch(channel, context);
+        let patience = Patience::Limit(request.timeout);
+        let put = put_by_library(pairs, (current, stream), stretches, &tensors, branch, patience)
+            .and_then(|()| Ok(rings.put(current, stream, rounds, &tensors, &[], &[])?));
         // From here on the stream waits for nothing. These steps follow even if `put` has failed: a part of it may be in the
         // graph.
         memory.tell(&mut batch, me, rounds, 0);
         tokens.returns().for_each(|step| memory.add(&mut batch, step));
-        put.and(flush(current, stream, &mut batch))?;
-        let context = &state.rings.memory().pair(stretches[0].channel.0).context;
-        stretches.iter().try_for_each(|stretch| recording.ended(stretch.channel, context, current, stream))
+        put.and(tell(&mut batch, 0).map_err(SubmitError::from))?;
+        for stretch in stretches {
+            recording.ended(stretch.channel, context, current, stream)?;
+        }
+        Ok(())
+    }
+
+    /// The calls of a library in a graph, as the watch sees them.
+    fn wait_for_library(
+        &self,
+        pairs: &Pairs,
+        stretch: &Stretch,
+        operation: u64,
+        request: &BatchRequest<'_>,
+    ) -> GraphWait {
+        let (channel @ (peer, direction), pair) = (stretch.channel, pairs.pair(stretch.channel.0));
+        let (words, busy) = pair.busy(lane(self.own.me, peer, direction));
+        GraphWait {
+            operation,
+            call: request.text(stretch),
+            limit: request.timeout,
+            words: words.clone(),
+            width: pair.width(),
+            busy,
+            awaits: Vec::new(),
+            peer,
+            missing: match direction {
+                Direction::Send => "did not receive",
+                Direction::Receive => "did not send",
+            },
+            library: pairs.library(channel).map(|library| library.comm.clone()),
+            home: pairs.in_flight(channel).clone(),
+        }
     }
 
     /// Whether the other rank has called the next message, and not in a capture.
@@ -150,6 +236,7 @@ impl Messages {
             awaits: vec![(word, value)],
             peer,
             missing,
+            library: None,
             home: memory.pairs.in_flight((peer, flow.direction)).clone(),
         };
         let token = (flow.direction == Direction::Send).then(|| {

@@ -51,7 +51,8 @@ impl Messages {
                 add(Meeting::SetUp(*peer, Shared::Pair));
                 continue;
             };
-            let has_rings = state.graph_rings[peer.index()].is_some() || *peer == self.own.me || pair.is_far();
+            let is_carried = *peer == self.own.me || state.pairs().library(*channel).is_some();
+            let has_rings = state.graph_rings[peer.index()].is_some() || is_carried || pair.is_far();
             if in_graph && !has_rings {
                 add(Meeting::SetUp(*peer, Shared::Rings));
             } else if let Some(Halt::Mismatch) =
@@ -239,8 +240,13 @@ impl Messages {
                 })?;
             }
             self.barrier(peer, number, message, until, peers)?;
+            let mut is_touched = false;
             if let Some(state) = lock(&self.state).as_mut() {
                 for way in ways {
+                    let by_library = state.pairs().end((peer, *way)).by_library;
+                    let failed_from = link.in_flight[lane(me, peer, *way)].failed_from();
+                    is_touched |= by_library > 0 && failed_from.is_none_or(|from| by_library >= from);
+                    state.rings.memory_mut().end_mut((peer, *way)).by_library = 0;
                     link.control.reset(lane(me, peer, *way));
                     if state.pairs().pair(peer).is_far() {
                         self.far.reset(peer, lane(me, peer, *way));
@@ -252,7 +258,7 @@ impl Messages {
                     state.unmet.clear();
                 }
             }
-            self.begin_library_anew(channel, message, until, peers)?;
+            self.begin_library_anew(channel, is_touched, message, until, peers)?;
             self.barrier(peer, number, message, until, peers)?;
             // Only now may other threads of this rank use the lane.
             ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].resume(0));
@@ -261,10 +267,12 @@ impl Messages {
         anew().inspect_err(|error| ways.iter().for_each(|way| link.in_flight[lane(me, peer, *way)].stop(error)))
     }
 
-    /// Begins another communicator of the library, if one carries these messages. Nothing of the old one is on any stream.
+    /// Begins another communicator of the library, if one carries these messages, and it may have been used otherwise at one end
+    /// than at the other. Nothing of the old one is on any stream.
     fn begin_library_anew(
         &self,
         (peer, direction): Channel,
+        is_touched: bool,
         message: &Message<'_>,
         until: Instant,
         peers: &dyn Peers,
@@ -278,7 +286,7 @@ impl Messages {
         let (me, tag) = (self.own.me, Tag::ANEW[lane(self.own.me, peer, direction)]);
         let failed = |error: CudaError| Error::Device { operation: message.to_string(), cause: error.to_string() };
         let current = context.enter().map_err(failed)?;
-        library.begin_anew(&current, &mut |own| {
+        library.begin_anew(&current, is_touched, &mut |own| {
             peers.tell(peer, tag, own.clone())?;
             let theirs = peers.hear(peer, tag, until.saturating_duration_since(Instant::now()))?;
             Ok(if me < peer { vec![own, theirs] } else { vec![theirs, own] })

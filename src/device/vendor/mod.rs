@@ -7,6 +7,7 @@
 //! threads begin communicators and put calls on streams, and this module waits for them. Threads that look at what is in flight
 //! [ask](Runner) for failures.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,7 @@ use crate::sys::nccl::{Feature, Nccl, NcclCall, NcclComm, NcclError, Progress, U
 use crate::types::Rank;
 
 pub(crate) mod calls;
+pub(crate) mod captured;
 pub(crate) mod choice;
 pub(crate) mod part;
 mod registered;
@@ -39,6 +41,35 @@ pub(crate) struct VendorComm {
     is_given_up: AtomicBool,
     /// How often it was split.
     splits: AtomicU64,
+    /// The ends of messages that have been put on streams, which the library has connected.
+    connected: Mutex<BTreeSet<MessageEnd>>,
+}
+
+/// A rank to which messages go, or from which they come.
+type MessageEnd = (u32, MessageWay);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum MessageWay {
+    Goes,
+    Comes,
+}
+
+/// How far a call waits until the library has put its calls on streams.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Patience {
+    /// Until the watch gives the communicator up, once the time of what is in flight is over.
+    Watched,
+    /// For so long, and gives the communicator up itself then: nothing is in flight in a capture.
+    Limit(Duration),
+}
+
+/// What a rank's communicator is at when ranks begin anew.
+#[derive(Debug, Serialize, Deserialize)]
+struct Condition {
+    /// Whether it may have been used otherwise than on the other ranks.
+    is_touched: bool,
+    /// Whether CUDA graphs have calls of it.
+    is_held: bool,
 }
 
 /// A rank that is about to decide with all others.
@@ -134,7 +165,8 @@ impl Chosen {
 
     fn with(&self, raw: Arc<NcclComm>) -> Arc<VendorComm> {
         let (chosen, raw) = (self.clone(), Mutex::new(raw));
-        Arc::new(VendorComm { chosen, raw, is_given_up: AtomicBool::new(false), splits: AtomicU64::new(0) })
+        let (is_given_up, splits) = (AtomicBool::new(false), AtomicU64::new(0));
+        Arc::new(VendorComm { chosen, raw, is_given_up, splits, connected: Mutex::default() })
     }
 }
 
@@ -239,8 +271,9 @@ impl VendorComm {
         current: &Current<'_>,
         stream: &Stream,
         calls: &[NcclCall<'_>],
+        patience: Patience,
     ) -> Result<(), NcclError> {
-        VendorComm::submit_together(current, &[(self, stream, calls)])
+        VendorComm::submit_together(current, &[(self, stream, calls)], patience)
     }
 
     /// Puts calls of several communicators on a stream each, as one group of the library. When it returns they are there, and
@@ -248,6 +281,7 @@ impl VendorComm {
     pub(crate) fn submit_together(
         current: &Current<'_>,
         group: &[(&VendorComm, &Stream, &[NcclCall<'_>])],
+        patience: Patience,
     ) -> Result<(), NcclError> {
         let called: Vec<_> = group.iter().filter(|(.., calls)| !calls.is_empty()).collect();
         if called.is_empty() {
@@ -258,23 +292,75 @@ impl VendorComm {
         let calls: Vec<_> = calls.map(|(raw, (_, stream, calls))| (&**raw, *stream, *calls)).collect();
         NcclComm::submit_together(current, &calls)?;
         let begin = Instant::now();
-        let waits = raws.iter().map(|raw| {
-            // This ends: the watch gives the communicator up once the time of what is in flight is over.
+        let waits = raws.iter().zip(&called).map(|(raw, (comm, ..))| {
             while raw.progress()? == Progress::Going {
+                if let Patience::Limit(limit) = patience
+                    && begin.elapsed() >= limit
+                {
+                    comm.give_up();
+                    let reason = format!("the calls are not in the graph after {:.1} s", limit.as_secs_f64());
+                    return Err(NcclError::Call { call: "ncclGroupEnd", reason });
+                }
                 nap(begin.elapsed());
             }
             Ok(())
         });
         // All waits end before the failure of one is returned: the library puts the group on streams together.
-        waits.collect::<Vec<_>>().into_iter().collect()
+        waits.collect::<Vec<_>>().into_iter().collect::<Result<(), NcclError>>()?;
+        called.iter().for_each(|(comm, _, calls)| lock(&comm.connected).extend(calls.iter().filter_map(message_end)));
+        Ok(())
     }
 
-    /// Begins another communicator with all ranks after a disagreement, when nothing is on any rank's stream.
-    pub(crate) fn begin_anew(&self, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<(), Error> {
+    /// A rank with which these calls exchange the first message in a direction, if there is one: at that, the library connects
+    /// the two, which it cannot do in all captures.
+    pub(crate) fn unconnected(&self, calls: &[NcclCall<'_>]) -> Option<Rank> {
+        let connected = lock(&self.connected);
+        let new = calls.iter().filter_map(message_end).find(|end| !connected.contains(end));
+        new.map(|(peer, _)| self.chosen.names[peer as usize])
+    }
+
+    /// Its library's name and version.
+    pub(crate) fn library(&self) -> String {
+        self.chosen.library()
+    }
+
+    /// Notes that a CUDA graph has calls of it, until `mark` is set.
+    pub(crate) fn hold(&self, mark: &Arc<AtomicBool>) {
+        lock(&self.raw).hold(mark.clone());
+    }
+
+    /// After a disagreement, when nothing is on any rank's stream: begins another communicator with all ranks, unless none has
+    /// used this one otherwise than the others. `is_touched`: this rank may have.
+    ///
+    /// # Errors
+    /// Those of [`Chosen::begin`]; or CUDA graphs have calls of the communicator, which would do nothing from then on and say
+    /// nothing of it. The same on all ranks.
+    pub(crate) fn begin_anew(
+        &self,
+        current: &Current<'_>,
+        is_touched: bool,
+        all_gather: &mut AllGather<'_>,
+    ) -> Result<(), Error> {
+        let Chosen { comm, names, .. } = &self.chosen;
+        let is_held = lock(&self.raw).is_held();
+        let own = Condition { is_touched: is_touched || self.is_given_up(), is_held };
+        let told: Vec<Condition> = tell(comm, names, all_gather, Ok(own))?;
+        if !told.iter().any(|condition| condition.is_touched) {
+            return Ok(());
+        }
+        if let Some(at) = told.iter().position(|condition| condition.is_held) {
+            let (rank, library) = (names[at], self.library());
+            let text = format!(
+                "communicator `{comm}`: after a disagreement the ranks need another communicator of {library}, but CUDA graphs \
+                 of rank {rank} have calls of this one"
+            );
+            return Err(InitError::Config(text).into());
+        }
         // On a thread of its own: the device may wait for a rank that waits for this rank here.
         abort_aside(lock(&self.raw).clone());
         let raw = begin(&self.chosen, current, all_gather)?;
         *lock(&self.raw) = Arc::new(raw);
+        lock(&self.connected).clear();
         // Relaxed: as in `give_up`.
         self.is_given_up.store(false, Ordering::Relaxed);
         Ok(())
@@ -286,9 +372,14 @@ impl VendorComm {
         self.is_given_up.load(Ordering::Relaxed)
     }
 
-    /// Gives the communicator back. Nothing of it is on a stream.
+    /// Gives the communicator back. Nothing of it is on a stream. Replays of graphs that have calls of it do nothing from now
+    /// on.
     pub(crate) fn end(&self) {
         let raw = lock(&self.raw);
+        if raw.is_held() {
+            // The library waits for the graphs.
+            return abort_aside(raw.clone());
+        }
         // The library ends them after what it needs for that.
         if let Err(error) = raw.deregister_all() {
             log::warn!(
@@ -312,6 +403,15 @@ impl Runner for VendorComm {
         if !self.is_given_up.swap(true, Ordering::Relaxed) {
             abort_aside(lock(&self.raw).clone());
         }
+    }
+}
+
+/// The end of a message.
+fn message_end(call: &NcclCall<'_>) -> Option<MessageEnd> {
+    match *call {
+        NcclCall::Send { peer, .. } => Some((peer, MessageWay::Goes)),
+        NcclCall::Receive { peer, .. } => Some((peer, MessageWay::Comes)),
+        _ => None,
     }
 }
 

@@ -223,7 +223,7 @@ impl VendorComm {
         };
         made.into_iter().for_each(|made| abort_aside(Arc::new(made)));
         // The library is done for with the one that it could not split.
-        self.begin_anew(current, all_gather).inspect_err(|_| self.give_up())?;
+        self.begin_anew(current, true, all_gather).inspect_err(|_| self.give_up())?;
         let what = format!("a split of its communicator of {}", chosen.library());
         Err(InitError::Os { comm: chosen.comm.clone(), what, cause }.into())
     }

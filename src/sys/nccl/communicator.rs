@@ -9,7 +9,7 @@ use super::functions::{Address, Code, Functions, RawComm, RawId, RawStream};
 use super::library::{Feature, Nccl, NcclError};
 use super::registered::Registered;
 use crate::config::NcclFields;
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::cuda::{Current, DeviceBytes, Stream};
 
 /// What ranks must know to begin a communicator together.
@@ -189,6 +189,8 @@ pub struct NcclComm {
     pub(super) registered: Mutex<Registered>,
     /// Held from when it is taken out of `raw` until the library is done with it.
     ending: Mutex<()>,
+    /// Of each CUDA graph that has calls of it, the mark that is set once the graph is gone.
+    graphs: Mutex<Vec<Arc<AtomicBool>>>,
     /// What the library may still refer to.
     _fields: Arc<NcclFields>,
 }
@@ -256,6 +258,7 @@ impl NcclComm {
             raw: Mutex::new((!raw.is_null()).then_some(Raw(raw))),
             registered: Mutex::default(),
             ending: Mutex::new(()),
+            graphs: Mutex::default(),
             _fields: fields,
         }
     }
@@ -399,6 +402,19 @@ impl NcclComm {
         // SAFETY: created above; it may go once the call has returned.
         self.library.check("ncclRedOpDestroy", unsafe { destroy(op, comm) })?;
         Ok(code)
+    }
+
+    /// Notes that a CUDA graph has calls of it, until `mark` is set.
+    pub(crate) fn hold(&self, mark: Arc<AtomicBool>) {
+        let mut graphs = lock(&self.graphs);
+        // Partner: the driver's thread that sets the mark.
+        graphs.retain(|known| !known.load(Ordering::Acquire) && !Arc::ptr_eq(known, &mark));
+        graphs.push(mark);
+    }
+
+    /// Whether a CUDA graph has calls of it. The library is not done with the communicator before that is gone.
+    pub fn is_held(&self) -> bool {
+        lock(&self.graphs).iter().any(|mark| !mark.load(Ordering::Acquire))
     }
 
     /// Whether it is gone.

@@ -127,6 +127,9 @@ pub enum NcclError {
         /// Its version.
         version: Version,
     },
+    /// It has been given up, and has not let go of memory.
+    #[error("its communicator has been given up, and CUDA graphs hold it until they are destroyed")]
+    Held,
     /// It cannot do something.
     #[error("{library} {version} has no {what}")]
     Lacks {

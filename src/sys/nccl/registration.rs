@@ -37,9 +37,16 @@ impl NcclComm {
 
     /// Ends the registration of memory that begins here, if there is one. Nothing on a stream uses it any more. Of a
     /// communicator that is being given back, the library ends it: this waits for that.
+    ///
+    /// # Errors
+    /// The library fails; or the communicator has been given up, and a CUDA graph still has calls of it.
     pub fn deregister(&self, at: DevicePtr) -> Result<(), NcclError> {
         let ended = self.with_raw(|raw| self.end_registration(raw, lock(&self.registered).remove(&at)));
         ended.unwrap_or_else(|_gone| {
+            // Whoever calls this may be who is to destroy the graph.
+            if self.is_held() {
+                return Err(NcclError::Held);
+            }
             self.wait_for_the_end();
             Ok(())
         })
