@@ -47,7 +47,7 @@ pub struct Measured {
     pub reduce_per_byte: f64,
     /// What copying a byte takes.
     pub copy_per_byte: f64,
-    /// What it takes to let a rank in that joins; see [`Start`](crate::simulate::Start).
+    /// What it takes to let a rank in that joins; see [`Start`].
     pub admit: f64,
     /// What it takes to write or read what the table of all ranks says of one.
     pub table_per_rank: f64,

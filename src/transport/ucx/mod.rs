@@ -7,7 +7,7 @@
 //!
 //! A communicator has one worker for all its peers, made when the first stream is opened. On InfiniBand a worker holds tens of
 //! megabytes of receive buffers, and on every kind of device some descriptors, which a worker for each peer would take for each
-//! peer. So no stream has a descriptor that tells of its messages: [`Hub`](hub::Hub) knows which streams have some.
+//! peer. So no stream has a descriptor that tells of its messages: [`Hub`] knows which streams have some.
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
