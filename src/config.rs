@@ -60,7 +60,7 @@ macro_rules! options {
 options! {
     transport: TransportChoice, "transport", "auto", &[],
         "How bytes move between ranks; auto takes shared memory within a host and TCP between hosts, or UCX where both have \
-         RDMA devices that it can use. `shm`, `tcp` and `ucx` are that way alone, between all ranks.";
+         RDMA devices that it can use and `ucx` names the library. `shm`, `tcp` and `ucx` are that way alone, between all ranks.";
     ucx: UcxChoice, "ucx", "auto", &[],
         "The library UCX, 1.14 or later: a file; auto takes the one that the process has \
          loaded, the system's, or that of the Python package libucx-cu12 or -cu13; off for none. The first that a process takes \

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
-use crate::config::Config;
+use crate::config::{Config, UcxChoice};
 use crate::engine::connector::{FindRoutes, Route};
 use crate::error::InitError;
 use crate::sys::net;
@@ -116,7 +116,9 @@ impl Transports {
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
             let tls = Tls::new(config, &identity.secret)?;
-            if purpose == Purpose::Data && identity.size > 1 {
+            // Beside others it has to be asked for: no RDMA device has shown it to work, and UCX guards nobody's memory.
+            let asked_for = !has_others || matches!(config.ucx, UcxChoice::File(_));
+            if purpose == Purpose::Data && identity.size > 1 && asked_for {
                 let allowed = Allowed::by(config, &[], tls.is_some());
                 let allowed = match allowed {
                     Err(cause) if has_others => {

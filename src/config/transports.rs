@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Which transports may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Shared memory within a host; between hosts TCP, or UCX where both have RDMA devices.
+    /// Shared memory within a host; between hosts TCP, or UCX where both have RDMA devices and name its library.
     Auto,
     /// Shared memory only.
     Shm,
