@@ -12,7 +12,7 @@ use crate::comm::bootstrap::measure_start;
 use crate::comm::store::MemoryStore;
 use crate::comm::{CommOptions, Communicator};
 use crate::engine::reduce::{Operands, combine};
-use crate::error::{Error, InitError};
+use crate::error::Error;
 use crate::simulate::Start;
 use crate::types::{DType, Rank, ReduceOp, Tag};
 
@@ -74,11 +74,7 @@ pub fn measure() -> Result<Measured, Error> {
         let one = run(0, to_one, from_one);
         (one, other.join().expect("a rank does not panic"))
     });
-    let os = |error: std::io::Error| {
-        let (comm, what) = ("measure".to_owned(), "ranks that join to be measured".to_owned());
-        Error::Init(InitError::Os { comm, what, cause: error.to_string() })
-    };
-    Ok(combined(&one?, &other?, &measure_start().map_err(os)?))
+    Ok(combined(&one?, &other?, &measure_start()?))
 }
 
 /// What one rank sees.

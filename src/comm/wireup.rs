@@ -45,6 +45,21 @@ impl Entry {
     }
 }
 
+/// UCX as data may take it; none where it does not. The error says why a rank that takes UCX alone cannot.
+fn allowed_ucx(name: &str, me: Rank, config: &Config, has_tls: bool) -> Result<Option<Allowed>, InitError> {
+    let allowed = || Allowed::by(config, &[], has_tls);
+    if !config.transport.has_others_than_ucx() {
+        // The cause is known before others rely on this rank.
+        let loaded = allowed().and_then(|allowed| allowed.load().map(|_| allowed));
+        return loaded.map(Some).map_err(|cause| no_ucx(name, me, &cause));
+    }
+    // Beside others it has to be asked for: no RDMA device has shown it to work, and UCX guards nobody's memory.
+    if !matches!(config.ucx, UcxChoice::File(_)) {
+        return Ok(None);
+    }
+    Ok(allowed().inspect_err(|cause| log::debug!("communicator `{name}`: no UCX: {cause}")).ok())
+}
+
 /// The error of a rank that does without UCX where it must not.
 fn no_ucx(name: &str, rank: Rank, cause: &str) -> InitError {
     InitError::Config(format!("communicator `{name}`: rank {rank} does not take UCX: {cause}"))
@@ -116,33 +131,17 @@ impl Transports {
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
             let tls = Tls::new(config, &identity.secret)?;
-            // Beside others it has to be asked for: no RDMA device has shown it to work, and UCX guards nobody's memory.
-            let asked_for = !has_others || matches!(config.ucx, UcxChoice::File(_));
-            if purpose == Purpose::Data && identity.size > 1 && asked_for {
-                let allowed = Allowed::by(config, &[], tls.is_some());
-                let allowed = match allowed {
-                    Err(cause) if has_others => {
-                        log::debug!("communicator `{name}`: no UCX: {cause}");
-                        None
-                    }
-                    // The cause is known before others rely on this rank.
-                    allowed if !has_others => {
-                        let loaded = allowed.and_then(|allowed| allowed.load().map(|_| allowed));
-                        Some(loaded.map_err(|cause| no_ucx(name, identity.me, &cause))?)
-                    }
-                    allowed => allowed.ok(),
+            let takes_ucx = purpose == Purpose::Data && identity.size > 1;
+            if takes_ucx && let Some(allowed) = allowed_ucx(name, identity.me, config, tls.is_some())? {
+                let (need, locality) = match has_others {
+                    true => (Need::Better, Locality::OtherHosts),
+                    false => (Need::Any, Locality::Everywhere),
                 };
-                if let Some(allowed) = allowed {
-                    let (need, locality) = match has_others {
-                        true => (Need::Better, Locality::OtherHosts),
-                        false => (Need::Any, Locality::Everywhere),
-                    };
-                    optional_ucx = Some(allowed.clone()).filter(|_| has_others);
-                    let (identity, poller, advertise) = (identity.clone(), poller.clone(), advertise.clone());
-                    let transport = UcxTransport::new(identity, allowed, need, poller, advertise, timeout)
-                        .map_err(os("the UCX transport"))?;
-                    transports.push(Entry { transport: Box::new(transport), locality, purpose });
-                }
+                optional_ucx = has_others.then(|| allowed.clone());
+                let (identity, poller, advertise) = (identity.clone(), poller.clone(), advertise.clone());
+                let transport = UcxTransport::new(identity, allowed, need, poller, advertise, timeout)
+                    .map_err(os("the UCX transport"))?;
+                transports.push(Entry { transport: Box::new(transport), locality, purpose });
             }
             if has_others {
                 let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)

@@ -6,6 +6,7 @@
 use std::time::{Duration, Instant};
 
 use crate::device::counters::Word;
+use crate::device::graph_mark::GraphMark;
 use crate::device::in_flight::{InFlight, Look};
 use crate::device::lane::{Edges, Kernels, Lane, LaneWords, Submission, Tensors, flush};
 use crate::device::lower::{DriverCall, Kernel, Location, Program};
@@ -18,7 +19,7 @@ use crate::device::tokens::{Step, Tokens};
 use crate::device::watch::{Left, Replayed};
 use crate::schedule::{Slice, Space};
 use crate::signature::Signature;
-use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
+use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Batch, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream};
 use crate::types::Rank;
 
@@ -59,8 +60,7 @@ impl Purpose {
 pub(crate) struct GraphLane {
     purpose: Purpose,
     replay: Replay,
-    /// Set when the graph is gone.
-    mark: Arc<AtomicBool>,
+    mark: GraphMark,
     /// Taken out when it is to be given back.
     memory: Mutex<Option<GraphMemory>>,
 }
@@ -136,7 +136,7 @@ impl GraphLane {
         let (scratch, sums) = (vec![], vec![]);
         let memory = GraphMemory { me, context, layout, counts, tokens, lanes, scratch, sums, _end: end };
         let replay = Replay::new(comm, me, words, layout, width, in_flight);
-        GraphLane { purpose, replay, mark: Arc::default(), memory: Mutex::new(Some(memory)) }
+        GraphLane { purpose, replay, mark: GraphMark::default(), memory: Mutex::new(Some(memory)) }
     }
 
     pub(crate) fn purpose(&self) -> Purpose {
@@ -145,17 +145,17 @@ impl GraphLane {
 
     /// Has the lane live until the graph is gone for which `stream` is being captured.
     pub(crate) fn belong(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
-        stream.mark_end_of_graph(current, &self.mark)
+        self.mark.belong(current, stream)
     }
 
     /// Whether its graph is still there.
     pub(crate) fn lives(&self) -> bool {
-        !self.mark.load(Ordering::Acquire)
+        self.mark.lives()
     }
 
     /// Has the lane given back although there is no graph.
     pub(crate) fn give_up(&self) {
-        self.mark.store(true, Ordering::Release);
+        self.mark.give_up();
     }
 
     /// Puts an operation into the capture of a stream. The lane's operations are captured one after the other.
@@ -188,7 +188,6 @@ impl Replayed for GraphLane {
     }
 
     fn take(&self) -> Option<Left> {
-        // Partner: the driver's thread that sets the mark.
         if self.lives() {
             return None;
         }

@@ -10,6 +10,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::device::graph_mark::GraphMark;
 use crate::device::in_flight::{InFlight, Look, Runner};
 use crate::device::lane::flush;
 use crate::device::setup::Parts;
@@ -17,7 +18,7 @@ use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch::{Left, Replayed};
 use crate::error::{Error, rank_list};
 use crate::signature::Signature;
-use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{Batch, CudaError, Current, DeviceMemory, Event, RegisteredWords, Stream, Width};
 use crate::sys::nccl::NcclCall;
 use crate::sys::words::SharedWords;
@@ -35,8 +36,7 @@ pub(crate) struct GraphLibrary {
     words: Arc<SharedWords>,
     in_flight: Arc<InFlight>,
     library: Arc<VendorComm>,
-    /// Set when the graph is gone.
-    mark: Arc<AtomicBool>,
+    mark: GraphMark,
     state: Mutex<State>,
     /// Taken out when it is to be given back.
     memory: Mutex<Option<Memory>>,
@@ -86,25 +86,24 @@ impl GraphLibrary {
         let here = topo.hosts()[topo.host_of(me)].clone();
         let others = (0..members.len()).map(Rank::from).filter(|rank| *rank != me).collect();
         let memory = Mutex::new(Some(Memory { registered, width, _end: end, _spare: spare }));
-        let (mark, state) = (Arc::default(), Mutex::default());
+        let (mark, state) = (GraphMark::default(), Mutex::default());
         GraphLibrary { comm, me, here, others, words, in_flight, library, mark, state, memory }
     }
 
     /// Has it live until the graph is gone for which `stream` is being captured.
     pub(crate) fn belong(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
-        self.library.hold(&self.mark);
-        stream.mark_end_of_graph(current, &self.mark)
+        self.library.hold(self.mark.shared());
+        self.mark.belong(current, stream)
     }
 
     /// Whether its graph is still there.
     pub(crate) fn lives(&self) -> bool {
-        // Partner: the driver's thread that sets the mark.
-        !self.mark.load(Ordering::Acquire)
+        self.mark.lives()
     }
 
     /// Has it given back although there is no graph.
     pub(crate) fn give_up(&self) {
-        self.mark.store(true, Ordering::Release);
+        self.mark.give_up();
     }
 
     /// Puts calls into the capture of a stream.

@@ -8,11 +8,12 @@ use std::any::Any;
 use std::time::{Duration, Instant};
 
 use crate::device::control::{far, is_reached};
+use crate::device::graph_mark::GraphMark;
 use crate::device::in_flight::{Look, Runner, Watched};
 use crate::device::vendor::VendorComm;
 use crate::device::watch::{Left, Replayed};
 use crate::error::Error;
-use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream, Width};
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
@@ -54,7 +55,7 @@ pub(crate) struct GraphWait {
 pub(crate) struct GraphWaits {
     comm: String,
     /// Set when the graph is gone.
-    mark: Arc<AtomicBool>,
+    mark: GraphMark,
     state: Mutex<State>,
 }
 
@@ -70,18 +71,17 @@ struct State {
 
 impl GraphWaits {
     pub(crate) fn new(comm: String) -> Arc<GraphWaits> {
-        Arc::new(GraphWaits { comm, mark: Arc::default(), state: Mutex::default() })
+        Arc::new(GraphWaits { comm, mark: GraphMark::default(), state: Mutex::default() })
     }
 
     /// Has the mark set once the graph is gone that `stream` is captured for.
     pub(crate) fn belong(&self, current: &Current<'_>, stream: &Stream) -> Result<(), CudaError> {
-        stream.mark_end_of_graph(current, &self.mark)
+        self.mark.belong(current, stream)
     }
 
     /// Whether its graph is still there.
     pub(crate) fn lives(&self) -> bool {
-        // Partner: the driver's thread that sets it.
-        !self.mark.load(Ordering::Acquire)
+        self.mark.lives()
     }
 
     /// Notes a wait, before it can run.
@@ -93,7 +93,7 @@ impl GraphWaits {
 
     /// Notes that its graph has calls of a library.
     pub(crate) fn holds(&self, library: &VendorComm) {
-        library.hold(&self.mark);
+        library.hold(self.mark.shared());
     }
 
     /// Keeps something for as long as the graph is there.

@@ -40,6 +40,7 @@ pub(crate) mod far_windows;
 pub(crate) mod graph;
 pub(crate) mod graph_lane;
 pub(crate) mod graph_library;
+mod graph_mark;
 pub(crate) mod graph_rings;
 pub(crate) mod graph_waits;
 pub mod halves;

@@ -1,13 +1,14 @@
 //! Accepted connections that have not proved themselves yet: bounded in number and in time.
 
 use std::io::{self, ErrorKind};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
-use crate::sys::socket;
+use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
 use crate::transport::shortage;
@@ -105,6 +106,16 @@ impl<S: AsFd> Pending<S> {
                 Err(error) => return self.pause(shortage::describe(&error, self.identity.size)),
             }
         }
+    }
+
+    /// As [`admit`](Pending::admit), connections of TCP, of each of which `begin` makes what has to prove itself.
+    pub(crate) fn admit_tcp(&mut self, listener: &TcpListener, timeout: PeerTimeout, begin: impl Fn(TcpStream) -> S) {
+        self.admit(listener.as_fd(), || {
+            socket::admit(listener.accept(), |(stream, _)| {
+                socket::tune_tcp(&stream, timeout)?;
+                Ok(begin(stream))
+            })
+        });
     }
 
     /// Stops polling the listener while no further connection can be accepted.

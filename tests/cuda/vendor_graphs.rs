@@ -6,11 +6,11 @@ use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
 use ncclx_rs::sys::nccl::Vendor;
 use ncclx_rs::{Buffer, Counts, DType, Error, Mode as CallMode, Op, OpKind, Rank, ReduceOp, StreamHandle};
 
-use crate::graphs::wait_until;
+use crate::graphs::{rank_2_replays_it_once, wait_until};
 use crate::harness::{Software, alone, calls_of, calls_of_nccl};
 use crate::message_graphs::ring;
 use crate::messages::{Item, exchange, outcome};
-use crate::ranks::{OnDevice, data, hosts_on, total, world_on};
+use crate::ranks::{OnDevice, data, hosts_on, world_on};
 use crate::recording::{Graph, Mode, begin, end};
 
 const NCCL: &[(&str, &str)] = &[("engine", "nccl")];
@@ -374,22 +374,7 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
                 rank.stream.synchronize().expect("a stream that ends");
                 summing(&rank, &memory, Some(Duration::from_millis(600)))
             };
-            graph.replay(&rank.stream);
-            assert!(rank.values(&memory) == total(3, 100), "all replay it once");
-            rank.comm.barrier().expect("all are there");
-            if rank.me() != 2 {
-                let begin = Instant::now();
-                graph.replay(&rank.stream);
-                rank.stream.synchronize().expect("a replay that ends");
-                assert!(begin.elapsed() < Duration::from_secs(20), "it was given up");
-                let error = rank.sum(&memory).expect_err("the communicator's operations on the device have ended");
-                assert!(error.to_string().contains("rank(s) 2 are not in this operation"), "{error}");
-                // It ends again, and at once.
-                graph.replay(&rank.stream);
-                rank.stream.synchronize().expect("a replay that ends");
-            }
-            rank.comm.barrier().expect("the CPU's engine is not concerned");
-            rank.comm.abort("the test is over");
+            rank_2_replays_it_once(&rank, &memory, &graph);
         });
     });
 }

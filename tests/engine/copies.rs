@@ -1,11 +1,17 @@
 //! How much memory the schedules of reductions take for what ranks copy.
 
 use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting};
+use ncclx_rs::config::Config;
 use ncclx_rs::topo::Topology;
 use ncclx_rs::{Counts, Rank};
 
 /// The most pieces that a collective is cut into, and about the most chunks of its data.
 const PIECES_MAX: usize = 260;
+
+#[test]
+fn simulations_take_what_is_the_default() {
+    assert_eq!(ScratchLimit::at_most(Config::default().scratch_bytes), ScratchLimit::DEFAULT);
+}
 
 #[test]
 fn what_long_reductions_copy_takes_a_bounded_amount_of_memory() {

@@ -101,6 +101,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["relay"],
             &["joiner", "root"],
             &["simulated"],
+            &["measured"],
             &["fuzz", "tests"],
         ],
     ),
@@ -135,7 +136,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["rings", "routes", "tokens", "words"],
             // What acts on streams and on words.
             &["control", "lane", "other_hosts"],
-            &["in_flight", "launch", "marks", "message_log", "ring_lane", "signals"],
+            &["graph_mark", "in_flight", "launch", "marks", "message_log", "ring_lane", "signals"],
             &["far_pairs", "far_windows", "parts", "replay", "timer", "vendor"],
             &["pairs"],
             // What ends it, and what begins it.

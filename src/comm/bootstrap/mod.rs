@@ -23,6 +23,7 @@ mod context;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod joiner;
+mod measured;
 mod protocol;
 mod relay;
 mod reply;
@@ -41,12 +42,12 @@ use std::time::Instant;
 pub use build::Build;
 use context::JoinContext;
 pub use context::ROOT_KEY;
+pub(crate) use measured::measure_start;
 use protocol::Host;
 pub use protocol::{Keys, RankInfo, Secret, shared_secret};
 use reply::World;
 #[cfg(test)]
 pub(crate) use simulated::addresses_of;
-pub(crate) use simulated::measure_start;
 pub use simulated::simulate_start;
 
 use crate::algo::Tuning;

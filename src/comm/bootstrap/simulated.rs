@@ -5,11 +5,7 @@
 //! it with, so that it is as long. Left out are the store, TLS, and what a rank takes to begin (its process, its transports).
 
 use std::collections::BTreeMap;
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
-
-use rustix::time::{ClockId, clock_gettime};
+use std::net::{IpAddr, Ipv4Addr};
 
 use super::build::Build;
 use super::protocol::{
@@ -18,13 +14,11 @@ use super::protocol::{
 };
 use super::reply::World as Ranks;
 use super::root::answers;
-use super::server::{Event, Server};
 use super::table;
 use super::tree::STAR_RANKS;
-use crate::algo::Tuning;
+use crate::algo::{ScratchLimit, Tuning};
 use crate::schedule::StepId;
-use crate::simulate::{Model, Report, SimulateError, Start, Task, Tasks, Time, World, simulate_tasks};
-use crate::sys::net;
+use crate::simulate::{Model, Report, SimulateError, Start, Task, Tasks, World, simulate_tasks};
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -42,7 +36,7 @@ pub fn simulate_start(world: &World, model: &Model, late: &[(usize, f64)]) -> Re
 }
 
 /// The rank of a world, with what it might tell of itself on an ordinary host.
-fn imagined(world: &World, rank: usize) -> Joiner {
+pub(super) fn imagined(world: &World, rank: usize) -> Joiner {
     let host = world.host_of(rank as u32);
     let number = rank % (world.ranks() / world.hosts());
     let id = format!("{:08x}-1234-4567-89ab-{:012x} net:[4026531840]", scrambled(host), scrambled(host + 1));
@@ -96,6 +90,7 @@ fn scrambled(number: usize) -> u32 {
 /// The bytes that rank 0 receives and sends while these ranks meet, its own description among theirs.
 #[cfg(test)]
 pub(super) fn bytes_at_rank_0(joiners: Vec<Joiner>) -> (u64, u64) {
+    use crate::simulate::Time;
     let start = Start { admit: Time::ZERO, table_per_rank: Time::ZERO };
     Lengths::of(joiners).expect("a small world").tasks(Rank(0), &start).bytes()
 }
@@ -123,7 +118,7 @@ impl Lengths {
         let requests =
             joiners.iter().map(request).map(|request| Ok(request?.len() as u64)).collect::<Result<_, String>>()?;
         let (ranks, places): (Vec<_>, Vec<_>) = joiners.into_iter().map(|joiner| (joiner.info, joiner.place)).unzip();
-        let world = Ranks { ranks, tuning: Tuning::default(), scratch_bytes: 8 << 20 };
+        let world = Ranks { ranks, tuning: Tuning::default(), scratch_bytes: ScratchLimit::DEFAULT.limit() };
         let answers: Vec<u64> = answers(&world, &places)?.iter().map(|answer| answer.len() as u64).collect();
         let tree = world.tree();
         let parents: Vec<Rank> = (0..places.len()).map(|rank| tree.parent(Rank::from(rank))).collect();
@@ -187,7 +182,7 @@ impl Lengths {
     }
 }
 
-fn request(joiner: &Joiner) -> Result<Vec<u8>, String> {
+pub(super) fn request(joiner: &Joiner) -> Result<Vec<u8>, String> {
     let request: JoinRequest = Ok(joiner.clone());
     frame(&request, INFO_BYTES_MAX)
 }
@@ -206,82 +201,10 @@ fn proofs() -> Result<(u64, u64, u64), String> {
     Ok((hello.len() as u64, challenge.len() as u64, proof.len() as u64))
 }
 
-/// How many ranks join to measure it, and how many a table has.
-const MEASURED_RANKS: usize = 256;
-
-/// How often that is measured. The fastest counts.
-const ROUNDS: usize = 5;
-
-/// Measures [`Start`] on this host: the processor time of a rank that takes others in, and of one that writes or reads the table.
-pub(crate) fn measure_start() -> io::Result<Start> {
-    let world = World::new(8, MEASURED_RANKS / 8).expect("a world");
-    let joiners: Vec<Joiner> = (0..MEASURED_RANKS).map(|rank| imagined(&world, rank)).collect();
-    let ranks: Vec<RankInfo> = joiners.iter().map(|joiner| joiner.info.clone()).collect();
-    let requests: Vec<Vec<u8>> =
-        joiners.iter().skip(1).map(request).collect::<Result<_, _>>().map_err(io::Error::other)?;
-    let mut fastest = Start { admit: Time::MAX, table_per_rank: Time::MAX };
-    for _ in 0..ROUNDS {
-        let admit = measure_admit(&requests)? / requests.len() as u32;
-        let begin = processor_time();
-        let table = table::encode(&ranks).map_err(io::Error::other)?;
-        let encoded = processor_time();
-        table::decode(&table, MEASURED_RANKS).map_err(io::Error::other)?;
-        let decoded = processor_time();
-        let slower = (encoded - begin).max(decoded - encoded) / MEASURED_RANKS as u32;
-        fastest.admit = fastest.admit.min(Time::of(admit));
-        fastest.table_per_rank = fastest.table_per_rank.min(Time::of(slower));
-    }
-    Ok(fastest)
-}
-
-/// The processor time of this thread while it takes in ranks with these requests.
-fn measure_admit(requests: &[Vec<u8>]) -> io::Result<Duration> {
-    let (keys, listener) = (Keys::random()?, net::listen_anywhere()?);
-    let port = listener.local_addr()?.port();
-    let mut server = Server::new("measure", MEASURED_RANKS, &keys, None, listener)?;
-    std::thread::scope(|scope| {
-        let join =
-            || requests.iter().zip(1..).map(|(request, rank)| joined(port, &keys, Rank(rank), request)).collect();
-        let joiners = scope.spawn(move || -> io::Result<Vec<TcpStream>> { join() });
-        let (begin, deadline) = (processor_time(), Instant::now() + Duration::from_secs(60));
-        let mut left = requests.len();
-        while left > 0 {
-            if Instant::now() >= deadline {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("{left} ranks have not joined")));
-            }
-            let events = server.turn(deadline)?;
-            left -= events.iter().filter(|event| matches!(event, Event::Joined(_, Ok(_)))).count();
-        }
-        let taken = processor_time() - begin;
-        joiners.join().expect("a rank that joins does not panic")?;
-        Ok(taken)
-    })
-}
-
-/// Joins as a rank does, and waits for no answer.
-fn joined(port: u16, keys: &Keys, rank: Rank, request: &[u8]) -> io::Result<TcpStream> {
-    let mut stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
-    stream.set_nodelay(true)?;
-    let joiner = JoinerState::new(rank)?;
-    stream.write_all(&joiner.hello())?;
-    let mut challenge = [0; NONCE_BYTES + PROOF_BYTES];
-    stream.read_exact(&mut challenge)?;
-    let proof = joiner.answer(keys, [0; 32], &challenge);
-    stream.write_all(&proof.ok_or_else(|| io::Error::other("a listener does not know the secret"))?)?;
-    stream.write_all(request)?;
-    Ok(stream)
-}
-
-/// What this thread has had of a processor so far.
-fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simulate::Link;
+    use crate::simulate::{Link, Time};
 
     fn link(latency: u64, overhead: u64) -> Link {
         let [latency, overhead] = [latency, overhead].map(Time::femtoseconds);
@@ -333,12 +256,5 @@ mod tests {
         let of = |model: Model| simulate_start(&world, &model, &[]).unwrap_err().to_string();
         assert!(of(Model { start: None, ..here }).starts_with("start: missing"));
         assert!(of(Model { between_hosts: None, ..here }).starts_with("between_hosts: missing"));
-    }
-
-    #[test]
-    fn a_start_is_measured() {
-        let Start { admit, table_per_rank } = measure_start().expect("it can be measured");
-        let second = Time::from_seconds(1.0).unwrap();
-        assert!(Time::ZERO < admit && admit < second && Time::ZERO < table_per_rank && table_per_rank < second);
     }
 }

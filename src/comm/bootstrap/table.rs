@@ -117,6 +117,11 @@ pub(super) fn encode(ranks: &[RankInfo]) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
+/// Whether so many ranks, whose descriptions are as long as this one, can be in a table. The error says why not.
+pub(super) fn fits(info: &RankInfo, ranks: usize) -> Result<(), String> {
+    Budget(TABLE_BYTES_MAX / ranks).take(&info.host_id, &Fields::of(info))
+}
+
 /// The ranks of a table that is one, of `size` ranks. The error says what is wrong with it.
 pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Vec<RankInfo>, String> {
     let mut rest = bytes;
@@ -155,11 +160,6 @@ pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Vec<RankInfo>, String>
 
 /// How many bytes the descriptions of ranks may have yet. A few bytes of a table may stand for many.
 struct Budget(usize);
-
-/// Whether so many ranks, whose descriptions are as long as this one, can be in a table. The error says why not.
-pub(super) fn fits(info: &RankInfo, ranks: usize) -> Result<(), String> {
-    Budget(TABLE_BYTES_MAX / ranks).take(&info.host_id, &Fields::of(info))
-}
 
 impl Budget {
     fn take(&mut self, host_id: &str, fields: &Fields) -> Result<(), String> {

@@ -6,7 +6,6 @@ pub(super) mod connect;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::AsFd;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -14,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::LinkDown;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, Watched};
-use crate::sys::socket::{self, PeerTimeout};
+use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::TcpRecvStream;
@@ -96,13 +95,8 @@ impl Transport for TcpTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        let (listener, timeout, tls) = (&self.listener, self.timeout, self.tls.as_ref());
-        self.pending.admit(listener.as_fd(), || {
-            socket::admit(listener.accept(), |(stream, _)| {
-                socket::tune_tcp(&stream, timeout)?;
-                Ok(Stream::accept(stream, tls))
-            })
-        });
+        let tls = self.tls.as_ref();
+        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Stream::accept(stream, tls));
         let accepted = self.pending.drive(|candidate| {
             candidate.rank = candidate.accepting.drive(&mut *candidate.stream)?;
             Ok(candidate.rank.map(|_| ()))

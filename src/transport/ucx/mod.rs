@@ -22,14 +22,13 @@ mod send_stream;
 
 use std::io;
 use std::net::{IpAddr, TcpListener};
-use std::os::fd::AsFd;
 use std::time::Instant;
 
 use crate::error::LinkDown;
 use crate::sync::Arc;
 use crate::sys::net;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
-use crate::sys::socket::{self, PeerTimeout};
+use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::Address;
@@ -92,13 +91,7 @@ impl Transport for UcxTransport {
 
     fn accept(&mut self) -> Vec<Accepted> {
         self.hub.begin_to_accept();
-        let (listener, timeout) = (&self.listener, self.timeout);
-        self.pending.admit(listener.as_fd(), || {
-            socket::admit(listener.accept(), |(stream, _)| {
-                socket::tune_tcp(&stream, timeout)?;
-                Ok(Caller::new(stream))
-            })
-        });
+        self.pending.admit_tcp(&self.listener, self.timeout, Caller::new);
         let hub = &self.hub;
         let accepted = self.pending.drive(|candidate| handover::accept(candidate, hub));
         self.pending.watch(&mut self.listener);
