@@ -1,8 +1,7 @@
-"""Programs of other packages, made for gloo, run unchanged. requirements-programs.txt has all but DeepSpeed."""
+"""Programs of other packages, made for gloo, run unchanged: requirements-programs.txt."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -55,7 +54,13 @@ def test_the_trainer_of_transformers_trains(tmp_path: Path) -> None:
     assert losses[2] < losses[0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="it is compiled for minutes, hence not in CI")
 def test_deepspeed_trains_by_zero() -> None:
+    needs("deepspeed", "DeepSpeed is not installed")
     losses = train(*TORCHRUN, str(PROGRAMS / "deepspeed_zero.py"), "3")
+    assert losses[2] < losses[0]
+
+
+def test_ray_trains(tmp_path: Path) -> None:
+    needs("ray", "Ray is not installed")
+    losses = train(str(PROGRAMS / "ray_train.py"), str(tmp_path))
     assert losses[2] < losses[0]

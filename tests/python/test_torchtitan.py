@@ -23,7 +23,7 @@ def train(*arguments: str, module: tuple[str, ...] = ()) -> tuple[str, list[floa
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, *module, EXAMPLE, "--training.steps", "2", "--metrics.disable_color_printing", *arguments],
-        env={**os.environ, "NCCLX_RS_DEFAULT": "cpu,cuda"},
+        env={**os.environ, "NCCLX_RS_DEFAULT": "cpu,cuda", "NCCLX_RS_INSTEAD_OF": "gloo", "NCCLX_RS_LOG": "info"},
         capture_output=True,
         text=True,
         timeout=250,
@@ -45,3 +45,12 @@ def test_the_debug_model_trains_sharded_in_torchcomms_mode() -> None:
     written, losses = train("--comm.mode", "torchcomms", module=("--module", "ncclx_rs.as_torchcomms"))
     assert "Using TorchComms backend" in written and "with backend ncclx_rs" in written
     assert losses[1] < losses[0]
+
+
+def test_its_group_of_gloo_saves_checkpoints_while_it_trains(tmp_path: Path) -> None:
+    saving = "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async --dump_folder".split()
+    written, losses = train(*saving, str(tmp_path))
+    assert written.count("groups that the program makes of gloo run on ncclx_rs") == 2, written
+    assert losses[1] < losses[0]
+    saved = tmp_path / "checkpoint" / "step-1"
+    assert {path.name for path in saved.iterdir()} >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
