@@ -39,6 +39,8 @@ ONLY_SOFTWARE = {
 
 # The number of ranks, and how many devices they share.
 WORLDS = ((2, 1), (3, 3))
+# How many ranks, and by which vendor's library.
+LIBRARY_WORLDS = ((2, "nccl"), (3, "rccl"))
 
 # What every supported PyTorch must pass, which `make compat` runs: something of each subject, in one small world.
 SMOKE_WORLD = "2-on-1"
@@ -94,6 +96,20 @@ def cuda_world(request: pytest.FixtureRequest) -> Iterator[World]:
     needs_devices(devices)
     variables = {"SOFTCUDA_DEVICES": str(devices), "SOFTCUDA_DELAY_US": "200", "SOFTCUDA_WEAK": "1"}
     world = World(size, "shm", variables, begin)
+    yield world
+    world.close()
+
+
+def variables(size: int, engine: str, **others: str) -> dict[str, str]:
+    """The environment of ranks with a device of their own each."""
+    return {"SOFTCUDA_DEVICES": str(size), "NCCLX_RS_ENGINE": engine, **others}
+
+
+@pytest.fixture(scope="module", params=LIBRARY_WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+def library_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    size, engine = request.param
+    others = {"SOFTCUDA_DELAY_US": "100", "SOFTCUDA_WEAK": "1"}
+    world = World(size, "shm", variables(size, engine, **others), begin)
     yield world
     world.close()
 

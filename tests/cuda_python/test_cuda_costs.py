@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import begin, variables
 from harness import World
+from test_cuda_graphs import captured
 
 BOUNDS = Path(__file__).with_name("costs.json")
 UPDATE = os.environ.get("NCCLX_RS_COSTS_UPDATE") == "1"
@@ -30,10 +32,8 @@ Costs = dict[str, int]
 
 @pytest.fixture(scope="module", params=(2, 4))
 def counted_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    from conftest import begin
-
-    variables = {"SOFTCUDA_DEVICES": "1", "NCCLX_RS_DEVICE_STAGING_BYTES": str(STAGING)}
-    world = World(request.param, "shm", variables, begin)
+    settings = {"SOFTCUDA_DEVICES": "1", "NCCLX_RS_DEVICE_STAGING_BYTES": str(STAGING)}
+    world = World(request.param, "shm", settings, begin)
     yield world
     world.close()
 
@@ -165,3 +165,42 @@ def nobody_wakes_up(rank: int, size: int) -> None:
 
 def test_operations_wake_no_thread(counted_world: World) -> None:
     counted_world.run(nobody_wakes_up)
+
+
+def replays_are_launches(rank: int, size: int) -> None:
+    windows = {count: Window(size * count) for count in COUNTS}
+    calls = {
+        f"{name} of {count}": call
+        for count in COUNTS
+        for name, call in collectives(rank, size, count, windows[count]).items()
+        if name != "all_gather_p"
+    }
+    for call in calls.values():
+        call()
+    copied = torch.zeros(2, 1, device="cuda")
+    bodies = {"a copy": lambda: copied[0].copy_(copied[1]), **calls}
+    graphs = {name: captured(body) for name, body in bodies.items()}
+    called = {}
+    gc.collect()
+    for name, graph in graphs.items():
+        graph.replay()
+        torch.cuda.synchronize()
+        before = counted()["calls"]
+        graph.replay()
+        called[name] = counted()["calls"] - before
+    assert set(called.values()) == {called["a copy"]}, called
+    torch.cuda.synchronize()
+    for window in windows.values():
+        window.backend._window_deregister(window.number)
+
+
+def test_a_replay_costs_a_launch(counted_world: World) -> None:
+    counted_world.run(replays_are_launches)
+
+
+def test_a_replay_by_a_library_costs_a_launch() -> None:
+    world = World(2, "shm", variables(2, "nccl"), begin)
+    try:
+        world.run(replays_are_launches)
+    finally:
+        world.close()

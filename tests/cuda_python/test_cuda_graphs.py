@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from harness import World, fresh_store, joined
 from reference import assert_same, data, reduced
 
@@ -30,7 +31,7 @@ def captured(body: Callable[[], None], mode: str = "global") -> torch.cuda.CUDAG
     return graph
 
 
-def blocking_and_asynchronous(rank: int, size: int) -> None:
+def blocking_and_asynchronous(rank: int, size: int, connect: bool = False) -> None:
     own, summed = torch.zeros(3000, device="cuda"), torch.zeros(3000, device="cuda")
     gathered, moved = torch.zeros(3000 * size, device="cuda"), torch.zeros(3000, device="cuda")
     first = torch.zeros(30, device="cuda")
@@ -41,13 +42,15 @@ def blocking_and_asynchronous(rank: int, size: int) -> None:
         gathering = dist.all_gather_into_tensor(gathered, own, async_op=True)
         work.wait()
         gathering.wait()
-        assert work.is_completed() and work.is_success()
+        assert not torch.cuda.is_current_stream_capturing() or work.is_completed()
         dist.all_to_all_single(moved, own)
         dist.broadcast(first, src=0)
         # What is allocated here is the graph's, and another stream uses it.
         dist.all_reduce(torch.empty_like(own).copy_(own), op=dist.ReduceOp.MAX, async_op=True).wait()
 
-    # The ranks have called nothing on this device before.
+    if connect:
+        body()
+    # Otherwise the ranks have called nothing on this device before.
     graph = captured(body)
     for turn in range(4):
         parts = [data(r, 3000) + turn for r in range(size)]
@@ -86,6 +89,28 @@ def turns(rank: int, size: int) -> None:
 
 def test_graphs_take_turns_with_each_other_and_with_calls(cuda_world: World) -> None:
     cuda_world.run(turns)
+
+
+def graph_trees(rank: int, size: int) -> None:
+    """What torch.compile captures: two eager calls, one that captures, replays."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    @torch.compile(backend="cudagraphs", fullgraph=True)
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        summed = funcol.wait_tensor(funcol.all_reduce(tensor, "sum", dist.group.WORLD))
+        return funcol.wait_tensor(funcol.all_gather_tensor(summed, 0, dist.group.WORLD))
+
+    for turn in range(6):
+        parts = [data(r, 300) + turn for r in range(size)]
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(step(parts[rank].cuda()).cpu(), reduced(parts).repeat(size), f"step {turn}")
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None and any(manager.roots.values()), "there is a graph"
+    torch.compiler.reset()
+
+
+def test_torch_compile_captures_collectives(cuda_world: World) -> None:
+    cuda_world.run(graph_trees)
 
 
 def factors(rank: int, size: int) -> None:
@@ -251,7 +276,7 @@ def test_windows_are_not_registered_in_captures(cuda_world: World) -> None:
     cuda_world.run(registrations, join=False)
 
 
-def messages(rank: int, size: int) -> None:
+def messages(rank: int, size: int, connect: bool = False) -> None:
     own, came, back = (torch.zeros(3000, device="cuda") for _ in range(3))
     after, before = (rank + 1) % size, (rank - 1) % size
 
@@ -267,10 +292,12 @@ def messages(rank: int, size: int) -> None:
             work = dist.irecv(back, before)
             assert work is not None
             work.wait()
-            assert work.is_completed()
+            assert not torch.cuda.is_current_stream_capturing() or work.is_completed()
             dist.isend(back, after).wait()
 
-    # The ranks have called nothing on this device before.
+    if connect:
+        body()
+    # Otherwise the ranks have called nothing on this device before.
     graph = captured(body)
     for turn in range(5):
         own.copy_(data(rank, 3000) + turn)
@@ -290,7 +317,7 @@ def test_messages_are_captured(cuda_world: World) -> None:
     cuda_world.run(messages)
 
 
-def batches_of_the_object_api(rank: int, size: int) -> None:
+def batches_of_the_object_api(rank: int, size: int, connect: bool = False) -> None:
     import ncclx_rs
 
     comm = ncclx_rs.new_comm("ncclx", "cuda", store=fresh_store(), rank=rank, size=size)
@@ -307,6 +334,10 @@ def batches_of_the_object_api(rank: int, size: int) -> None:
         elif rank == 1:
             comm.recv(own, 0, False)
 
+    if connect:
+        body()
+        own.copy_(data(rank, 5000))
+        torch.cuda.synchronize()
     graph = captured(body, "thread_local")
     expected = [data(r, 5000) for r in range(size)]
     for turn in range(3):

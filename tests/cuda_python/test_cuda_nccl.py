@@ -10,7 +10,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import ncclx_rs
@@ -18,15 +18,13 @@ import pytest
 import test_cuda_messages
 import torch
 import torch.distributed as dist
-from conftest import begin
+from conftest import begin, variables
 from harness import World, fresh_store, joined
 from ncclx_rs._load import native
 from reference import any_bits, assert_same
 from test_cuda_collectives import everything
 from test_cuda_training import data_parallel, sharded
 
-# How many ranks, and by which library.
-WORLDS = ((2, "nccl"), (3, "rccl"))
 # What a library reduces, and what goes by streams beside it.
 DTYPES = (
     torch.int8,
@@ -56,20 +54,6 @@ def launched(operation: Callable[[], object]) -> int:
     before = launches()
     operation()
     return launches() - before
-
-
-def variables(size: int, engine: str, **others: str) -> dict[str, str]:
-    """The environment of ranks with a device of their own each."""
-    return {"SOFTCUDA_DEVICES": str(size), "NCCLX_RS_ENGINE": engine, **others}
-
-
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
-def library_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    size, engine = request.param
-    others = {"SOFTCUDA_DELAY_US": "100", "SOFTCUDA_WEAK": "1"}
-    world = World(size, "shm", variables(size, engine, **others), begin)
-    yield world
-    world.close()
 
 
 def counted(rank: int, size: int, is_async: bool) -> None:

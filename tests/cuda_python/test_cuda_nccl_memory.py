@@ -13,11 +13,11 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import begin
+from conftest import begin, variables
 from harness import World, fresh_store
 from ncclx_rs._vendor import find_vendor_library
 from reference import assert_same, data, reduced
-from test_cuda_nccl import called, variables
+from test_cuda_nccl import called
 
 MIB = 1 << 20
 

@@ -10,10 +10,10 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import begin
+from conftest import begin, variables
 from harness import World, fresh_store
 from ncclx_rs import device_mesh
-from test_cuda_nccl import called, launched, variables
+from test_cuda_nccl import called, launched
 
 RANKS = 4
 

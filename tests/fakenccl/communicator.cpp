@@ -120,6 +120,7 @@ Communicator::Communicator(int rank, int size, CUdevice device, bool is_blocking
       shared_(std::move(shared)),
       family_(std::move(family)) {
   cuEventCreate(&end_, CU_EVENT_DISABLE_TIMING);
+  cuEventCreate(&captured_end_, CU_EVENT_DISABLE_TIMING);
 }
 
 Result Communicator::fault(Fault::When when, const char* why) {
@@ -218,7 +219,9 @@ bool Communicator::exchange(std::vector<Transfer>& transfers) {
 
 Result Communicator::follow(CUstream stream) {
   std::lock_guard<std::mutex> lock(order_);
-  if (has_last_ && last_ != stream && cuStreamWaitEvent(stream, end_, 0)) return UnhandledCudaError;
+  // Graphs record it, too.
+  const bool is_ordered = last_ == stream && !capture_;
+  if (has_last_ && !is_ordered && cuStreamWaitEvent(stream, end_, 0)) return UnhandledCudaError;
   return Success;
 }
 
@@ -227,6 +230,21 @@ Result Communicator::followed_by_next(CUstream stream) {
   last_ = stream;
   has_last_ = true;
   return cuEventRecord(end_, stream) ? UnhandledCudaError : Success;
+}
+
+Result Communicator::follow_in(cuuint64_t capture, CUstream stream) {
+  std::lock_guard<std::mutex> lock(order_);
+  const bool is_first = capture != capture_;
+  capture_ = capture;
+  has_last_ = true;
+  const CUevent before = is_first ? end_ : captured_end_;
+  return cuStreamWaitEvent(stream, before, is_first ? CU_EVENT_WAIT_EXTERNAL : 0) ? UnhandledCudaError : Success;
+}
+
+Result Communicator::followed_in(CUstream stream) {
+  std::lock_guard<std::mutex> lock(order_);
+  if (cuEventRecord(captured_end_, stream)) return UnhandledCudaError;
+  return cuEventRecordWithFlags(end_, stream, CU_EVENT_RECORD_EXTERNAL) ? UnhandledCudaError : Success;
 }
 
 void* Communicator::enroll(uintptr_t begin, size_t bytes) {
@@ -315,6 +333,7 @@ void Communicator::destroy() {
   while (running_ || graphs_) usleep(100);
   dismiss_all();
   cuEventDestroy_v2(end_);
+  cuEventDestroy_v2(captured_end_);
 }
 
 }  // namespace fakenccl

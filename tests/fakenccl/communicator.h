@@ -91,6 +91,10 @@ class Communicator {
   Result follow(CUstream stream);
   Result followed_by_next(CUstream stream);
 
+  // In graphs, too: a launch of a graph comes after what was launched before it, and what is launched next after the graph.
+  Result follow_in(cuuint64_t capture, CUstream stream);
+  Result followed_in(CUstream stream);
+
   // Between these a graph has calls of it, for which its end waits.
   void hold() { graphs_++; }
   void let_go() { graphs_--; }
@@ -132,16 +136,20 @@ class Communicator {
   std::shared_ptr<Communicator> making_;
   std::atomic<int> running_{0};
   std::atomic<int> graphs_{0};
-  // Whose launch runs: those of graphs come as their streams do.
+  // Whose launch runs.
   std::mutex turn_;
   std::mutex enrolled_mutex_;
   // By handle: where they begin, and their bytes.
   std::map<uintptr_t, std::pair<uintptr_t, size_t>> enrolled_;
   std::atomic<unsigned long> launches_{0};
   std::mutex order_;
+  // Of the last operation or graph.
   CUevent end_ = nullptr;
   CUstream last_ = nullptr;
   bool has_last_ = false;
+  // Of the last operation of the last capture; 0 is none.
+  CUevent captured_end_ = nullptr;
+  cuuint64_t capture_ = 0;
 };
 
 // Has programs find one by its address, which is returned.

@@ -61,11 +61,11 @@ struct Launch {
     return passed;
   }
 
-  // The graph that its stream is captured for; null if it is not.
-  Result graph(CUgraph& captured) const {
+  // The graph that its stream is captured for; null if it is not. With the number of the capture.
+  Result graph(CUgraph& captured, cuuint64_t* capture = nullptr) const {
     CUstreamCaptureStatus status;
     captured = nullptr;
-    return cuStreamGetCaptureInfo(stream, &status, nullptr, &captured, nullptr, nullptr, nullptr) ||
+    return cuStreamGetCaptureInfo(stream, &status, capture, &captured, nullptr, nullptr, nullptr) ||
                    status == CU_STREAM_CAPTURE_STATUS_INVALIDATED
                ? UnhandledCudaError
                : Success;
@@ -74,8 +74,9 @@ struct Launch {
   Result submit() {
     if (comm->is_aborted()) return Success;
     CUgraph captured;
-    if (const Result failed = graph(captured)) return failed;
-    return captured ? submit_to(captured) : submit_once();
+    cuuint64_t capture;
+    if (const Result failed = graph(captured, &capture)) return failed;
+    return captured ? submit_to(captured, capture) : submit_once();
   }
 
  private:
@@ -92,7 +93,7 @@ struct Launch {
   }
 
   // The graph runs it again and again, and holds the communicator until it is gone.
-  Result submit_to(CUgraph captured) {
+  Result submit_to(CUgraph captured, cuuint64_t capture) {
     const auto run = [](void* launch) {
       count("replayed");
       static_cast<Launch*>(launch)->run();
@@ -108,7 +109,9 @@ struct Launch {
     Launch* const launch = own.release();
     if (cuGraphRetainUserObject(captured, object, 1, CU_GRAPH_USER_OBJECT_MOVE)) return UnhandledCudaError;
     count("captured");
-    return cuLaunchHostFunc(stream, run, launch) ? UnhandledCudaError : Success;
+    if (const Result failed = comm->follow_in(capture, stream)) return failed;
+    if (cuLaunchHostFunc(stream, run, launch)) return UnhandledCudaError;
+    return comm->followed_in(stream);
   }
 };
 

@@ -67,7 +67,11 @@ CUresult record(CUevent event, CUstream handle, unsigned flags) {
   }
   event->capture = nullptr;
   if (stream->capture) {
-    return submit(handle, CU_GRAPH_NODE_TYPE_EVENT_RECORD, [state] { complete(*state, ++state->recorded); });
+    // Each launch of the graph records it: who waits for it after a launch waits for what the graph does before.
+    return submit(handle, CU_GRAPH_NODE_TYPE_EVENT_RECORD, nullptr, [state] {
+      const uint64_t number = ++state->recorded;
+      return [state, number] { complete(*state, number); };
+    });
   }
   const uint64_t number = ++state->recorded;
   return submit(handle, CU_GRAPH_NODE_TYPE_EVENT_RECORD, [state, number] { complete(*state, number); });
@@ -100,7 +104,11 @@ CUresult wait(CUstream handle, CUevent event, unsigned flags) {
   if (event->capture && !external) return join(stream, *event);
   const auto state = event->state;
   if (stream->capture && external) {
-    return submit(handle, CU_GRAPH_NODE_TYPE_WAIT_EVENT, [state] { await(*state, state->recorded); });
+    // For what was recorded before the launch.
+    return submit(handle, CU_GRAPH_NODE_TYPE_WAIT_EVENT, nullptr, [state] {
+      const uint64_t number = state->recorded;
+      return [state, number] { await(*state, number); };
+    });
   }
   const uint64_t number = state->recorded;
   if (!number) return CUDA_SUCCESS;

@@ -30,6 +30,8 @@ struct Operation {
   CUgraphNodeType type;
   const char* call;  // that asked for it
   std::function<void()> run;
+  // A node of a graph for which each launch decides what it does: gives what to run in place of `run`.
+  std::function<std::function<void()>()> at_launch = nullptr;
 };
 
 // What the thread of a queue runs right now.

@@ -102,12 +102,13 @@ void destroy_stream(CUstream stream) {
 
 const std::vector<CUstream>& streams() { return all().living; }
 
-CUresult submit(CUstream handle, CUgraphNodeType type, std::function<void()> run) {
+CUresult submit(CUstream handle, CUgraphNodeType type, std::function<void()> run,
+                std::function<std::function<void()>()> at_launch) {
   Lock lock(state());
   CUstream stream = resolve(handle);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
   if (CUresult sticky = sticky_error(stream->device)) return sticky;
-  Operation operation{type, current_call(), std::move(run)};
+  Operation operation{type, current_call(), std::move(run), std::move(at_launch)};
   if (stream->capture) return add_node(stream, std::move(operation));
   if (CUresult refused = order_with_default(stream)) return refused;
   push(stream, std::move(operation));

@@ -47,7 +47,8 @@ void destroy_stream(CUstream stream);
 const std::vector<CUstream>& streams();
 
 // Puts an operation into the stream, or into the graph that it captures.
-CUresult submit(CUstream handle, CUgraphNodeType type, std::function<void()> run);
+CUresult submit(CUstream handle, CUgraphNodeType type, std::function<void()> run,
+                std::function<std::function<void()>()> at_launch = nullptr);
 
 // The same without regard to captures and default streams, under the lock of the state.
 void push(CUstream stream, Operation operation);

@@ -30,6 +30,31 @@ def test_graphs_are_captured_with_branches_and_replayed() -> None:
             assert torch.equal(tensor.cpu(), expected)
 
 
+def events_order_launches() -> None:
+    """A launch records and awaits external events as calls at its place would."""
+    values = torch.arange(20.0).pin_memory()
+    source, passed, got = (torch.zeros(1, device="cuda") for _ in range(3))
+    side, graph, event = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.Event(external=True)
+    event.record()
+    with torch.cuda.graph(graph):
+        event.wait()
+        passed.copy_(source)
+        event.record()
+    for turn in range(len(values)):
+        with torch.cuda.stream(side):
+            source.copy_(values[turn : turn + 1], non_blocking=True)
+            event.record()
+        graph.replay()
+        with torch.cuda.stream(side):
+            event.wait()
+            got.copy_(passed)
+            assert got.item() == turn
+
+
+def test_events_of_graphs_order_launches() -> None:
+    alone(events_order_launches, SOFTCUDA_DELAY_US="2000", SOFTCUDA_WEAK="1")
+
+
 def test_what_must_not_be_captured_is_an_error() -> None:
     source = torch.zeros(8, device="cuda")
     target, side = torch.empty_like(source), torch.cuda.Stream()
