@@ -118,14 +118,14 @@ CUDA = {
     "all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, barrier": (
         "yes",
         "yes",
-        "within a host",
-        ("test_cuda_collectives", "test_cuda_hosts", "test_cuda_graphs"),
+        "within a host; by a vendor's library between hosts too",
+        ("test_cuda_collectives", "test_cuda_hosts", "test_cuda_graphs", "test_cuda_nccl_graphs"),
     ),
     "send, recv and batches of them": (
         "yes",
         "yes",
         "within a host",
-        ("test_cuda_messages", "test_cuda_hosts", "test_cuda_graphs"),
+        ("test_cuda_messages", "test_cuda_hosts", "test_cuda_graphs", "test_cuda_nccl_graphs"),
     ),
     "put, get, signal, wait_signal, all_gather_p": (
         "yes",
