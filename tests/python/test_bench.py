@@ -479,3 +479,12 @@ def test_a_terminal_sees_how_far_it_is(
         monkeypatch.setitem(sys.modules, "tqdm", None)
         assert program([command, *words[command]]) == 0
         assert "no progress bar: it needs tqdm (pip install tqdm)" in capsys.readouterr().err
+
+
+def test_worlds_of_many_ranks_are_compared_with_gloos() -> None:
+    command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "scale.py"), "--ranks", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["5", "gloo"], ["5", "ncclx_rs"]], done.stdout
+    assert all(cell.endswith(" s") for row in rows for cell in row[2:-2]), done.stdout
