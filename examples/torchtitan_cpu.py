@@ -20,9 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Compilers take longer than such a short training.
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-
 import torch
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
@@ -73,6 +70,8 @@ def make_assets(folder: Path) -> None:
 
 
 def main() -> None:
+    # Compilers take longer than such a short training.
+    torch.compiler.set_stance("force_eager")
     have_device()
     from torchtitan.models.common.attention import FlexAttention
     from torchtitan.train import main as train
