@@ -3,7 +3,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::{self, ThreadId};
 
 use super::*;
-use crate::sync::{AtomicBool, Mutex, lock};
+use crate::sync::{self, AtomicBool, Mutex, lock};
 
 fn pool() -> Arc<Pool> {
     Pool::new(PATIENCE, || {})
@@ -175,6 +175,8 @@ fn a_caller_to_which_the_system_gives_no_thread_works_alone() {
         let most = libc::rlimit { rlim_cur: (pages << 12) + (1 << 20), rlim_max: libc::RLIM_INFINITY };
         // SAFETY: the limit outlives the call.
         let is_limited = unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const most) } == 0;
+        // Stacks of threads that have ended are used again.
+        while sync::spawn("", || thread::sleep(Duration::from_secs(600))).is_ok() {}
         let mut is_done = is_limited;
         for count in [3, 100] {
             let done = AtomicUsize::new(0);
