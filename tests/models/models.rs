@@ -7,6 +7,7 @@
 
 mod engine;
 #[path = "../../src/sys/team/pool.rs"]
+#[allow(dead_code, reason = "the engine's own tests use the rest")]
 mod pool;
 #[path = "../../src/device/record.rs"]
 mod record;
