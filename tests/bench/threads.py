@@ -1,4 +1,4 @@
-"""Lays long messages that several threads of a rank copy and combine beside those of one, in alternating rounds of one run.
+"""Lays long messages that several threads of a rank copy beside those of one, in alternating rounds of one run.
 
     cargo build --release --example bench
     python tests/bench/threads.py

@@ -217,6 +217,7 @@ fn what_is_combined_is_read_where_ranks_share_cores() {
     for oversubscribed in [false, true] {
         let address = MemoryAddress { address: 1, segment: None };
         assert_eq!(Reads::is_faster(address, &buffer, oversubscribed, Team::ALONE, || true), oversubscribed);
+        assert!(Reads::is_faster(address, &buffer, oversubscribed, Team::of(1), || false), "by several threads");
     }
 }
 
