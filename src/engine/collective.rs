@@ -40,49 +40,53 @@ impl Request {
     pub(crate) fn compute(&self, action: Action, world: usize, team: Team) {
         let (dtype, spaces) = (self.dtype, &self.spaces);
         let region = |slice| spaces.region(slice);
-        // A run and what belongs to it, spread over the team.
-        let spread =
-            |into: Slice, from: Slice, run: &mut [u8], blocks: &[&[u8]], f: &(dyn Fn(&mut [u8], &[&[u8]]) + Sync)| {
-                team.spread((run, spaces.element_bytes(into)), (blocks, spaces.element_bytes(from)), f);
-            };
+        let size = |slice| spaces.element_bytes(slice);
         match action {
             Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
             // In place. `copy_from` would find that out run by run.
             Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
             Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
                 spaces.each_block(into, from, |run, blocks| {
-                    spread(into, from, run, blocks, &|run, blocks| reduce::widen(dtype, run, blocks[0]));
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::widen(dtype, run, blocks[0])
+                    });
                 });
             }
             Action::Copy { from, into } => region(into).copy_from(&region(from), team),
             Action::Reduce { from, into } => {
                 let operands = self.operands(into);
                 region(into).zip(&region(from), |run, block| {
-                    spread(into, from, run, &[block], &|run, blocks| reduce::combine(operands, run, blocks[0]));
+                    team.spread((run, size(into)), (&[block], size(from)), |run, blocks| {
+                        reduce::combine(operands, run, blocks[0])
+                    });
                 });
             }
             Action::Fold { from, into, position } => {
                 let (operands, position) = (self.operands(into), position as usize);
                 spaces.each_block(into, from, |run, blocks| {
-                    spread(into, from, run, blocks, &|run, blocks| reduce::fold(operands, run, position, blocks));
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::fold(operands, run, position, blocks)
+                    });
                 });
             }
             Action::Scale { slice } => {
                 if let Some(ReduceOp::PreMulSum(factor)) = self.reduce {
                     region(slice).each_mut(|run| {
-                        spread(slice, slice, run, &[], &|run, _| reduce::scale(dtype, factor, run));
+                        team.spread((run, size(slice)), (&[], size(slice)), |run, _| reduce::scale(dtype, factor, run));
                     });
                 }
             }
             Action::Average { from, into } if from == into => {
                 region(into).each_mut(|run| {
-                    spread(into, into, run, &[], &|run, _| reduce::divide(dtype, world, run));
+                    team.spread((run, size(into)), (&[], size(into)), |run, _| reduce::divide(dtype, world, run));
                 });
             }
             Action::Average { from, into } => {
                 let operands = self.operands(from);
                 spaces.each_block(into, from, |run, blocks| {
-                    spread(into, from, run, blocks, &|run, blocks| reduce::average(operands, world, run, blocks));
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::average(operands, world, run, blocks)
+                    });
                 });
             }
         }
