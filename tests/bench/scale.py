@@ -129,8 +129,8 @@ def run_part(number: int, size: int, way: str, port: int) -> None:
     after = holdings()
     together.wait()
     if number == 0:
-        kibibytes, descriptors = ((a - b) / len(ranks) for a, b in zip(after, before, strict=True))
-        cells = [f"{seconds:.2f} s" for seconds in times] + [f"{kibibytes / 1024:.0f}", f"{descriptors:.0f}"]
+        memory, descriptors = ((a - b) / len(ranks) for a, b in zip(after, before, strict=True))
+        cells = [f"{seconds:.2f} s" for seconds in times] + [f"{memory / 1024:.0f}", f"{descriptors:.0f}"]
         print(f"| {size} | {way} | {' | '.join(cells)} |", flush=True)
     for thread in threads:
         thread.join()

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="the default backe
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "torchtitan_cpu.py")
 
 
-def train(*arguments: str, module: tuple[str, ...] = ()) -> tuple[str, list[float]]:
+def train(*arguments: str, module: tuple[str, ...] = (), **variables: str) -> tuple[str, list[float]]:
     """Trains two steps on two ranks; returns their output, and the losses of rank 0."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, *module, EXAMPLE, "--training.steps", "2", "--metrics.disable_color_printing", *arguments],
-        env={**os.environ, "NCCLX_RS_DEFAULT": "cpu,cuda", "NCCLX_RS_INSTEAD_OF": "gloo", "NCCLX_RS_LOG": "info"},
+        env={**os.environ, "NCCLX_RS_DEFAULT": "cpu,cuda", **variables},
         capture_output=True,
         text=True,
         timeout=250,
@@ -49,7 +49,7 @@ def test_the_debug_model_trains_sharded_in_torchcomms_mode() -> None:
 
 def test_its_group_of_gloo_saves_checkpoints_while_it_trains(tmp_path: Path) -> None:
     saving = "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async --dump_folder".split()
-    written, losses = train(*saving, str(tmp_path))
+    written, losses = train(*saving, str(tmp_path), NCCLX_RS_INSTEAD_OF="gloo", NCCLX_RS_LOG="info")
     assert written.count("groups that the program makes of gloo run on ncclx_rs") == 2, written
     assert losses[1] < losses[0]
     saved = tmp_path / "checkpoint" / "step-1"

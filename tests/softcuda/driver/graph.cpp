@@ -110,8 +110,7 @@ void Program::launch(const std::shared_ptr<Program>& program, CUstream stream) {
     CUstream on = step.branch ? self.branches_[step.branch - 1] : stream;
     for (CUgraphNode before : step.others) push_wait(on, points[before]);
     Operation operation = step.node->operation;
-    const bool is_bound = operation.at_launch != nullptr;
-    operation.run = [program, run = is_bound ? operation.at_launch() : operation.run] { run(); };
+    operation.run = [program, run = operation.at_launch ? operation.at_launch() : operation.run] { run(); };
     push(on, std::move(operation));
     points[step.node.get()] = last_of(on);
   }
