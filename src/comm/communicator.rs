@@ -16,13 +16,13 @@ use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
-use crate::engine::collective::Request;
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
+use crate::engine::request::Request;
 use crate::engine::window::{RmaOp, RmaRequest};
 use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
@@ -30,6 +30,7 @@ use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
 use crate::sys::poller::Poller;
+use crate::sys::team::Team;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
@@ -172,6 +173,8 @@ impl Communicator {
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
+        let cpus = |rank: &Rank| &ranks[rank.index()].cpus;
+        let team = Team::chosen(config.threads, || cpus(&rank).share(here.iter().map(cpus)));
         let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
             let first = directory.first_transports().map(|transport| transports.name(transport)).collect();
@@ -187,6 +190,7 @@ impl Communicator {
                 tuned,
                 cores,
                 is_oversubscribed: oversubscribed,
+                team,
             };
             log::info!("{summary}");
         }
@@ -200,6 +204,7 @@ impl Communicator {
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
+        engine.context.rndv.team = team;
         engine.collectives.algorithm.clone_from(&config.algorithm);
         engine.collectives.plans.tuning = tuning;
         engine.collectives.scratch_limit = ScratchLimit::at_most(scratch_bytes);
@@ -307,10 +312,7 @@ impl Communicator {
     pub fn submit_batch(&self, ops: &[Op]) -> Result<Work, Error> {
         let first = check::batch(ops)?;
         let Mode::Stream(stream) = first.mode else { unreachable!("it has been checked") };
-        if self.device.goes_through_host() {
-            return self.run_through_host(ops, stream);
-        }
-        self.device.run_batch(self, ops, stream, first.timeout.unwrap_or_else(|| self.timeout()))
+        self.device.run(self, ops, None, stream, first.timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Submits an operation, which may complete here if the caller waits for it next.
@@ -349,10 +351,7 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         check::placement(op, Memory::Device(stream.device()))?;
-        if self.device.goes_through_host() {
-            return self.begin_through_host(op, factor, stream).map(Submitted::Pending);
-        }
-        self.device.run(self, op, factor, stream, timeout).map(Submitted::Pending)
+        self.device.run(self, std::slice::from_ref(op), factor, stream, timeout).map(Submitted::Pending)
     }
 
     /// Begins a collective. `called`: the kind that ranks must agree on and errors name, where it is not that of `op` (window
@@ -364,6 +363,11 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         let checked = check::collective(op, called, self.place)?;
+        if self.device.is_mixed()
+            && let Some(begun) = self.begin_among_islands(op, &checked, timeout)?
+        {
+            return Ok(begun);
+        }
         self.enter(op, |engine, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let request = Request {
@@ -445,18 +449,20 @@ impl Communicator {
             // What goes to a rank that is lost fails there.
             let reached = engine.windows.reached(window, peer).filter(|_| engine.context.lost(peer).is_none());
             match (&access, reached) {
-                (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => copies = Some((parts, access, work.clone())),
+                (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => {
+                    copies = Some((parts, access, work.clone(), engine.context.rndv.team));
+                }
                 _ => engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() }),
             }
             Ok(Submitted::Pending(work))
         })?;
-        if let Some((parts, access, work)) = copies {
+        if let Some((parts, access, work, team)) = copies {
             // Without the engine's lock: it may be long.
             match access {
-                RmaOp::Put { offset, from } => parts.of(peer.index(), offset, from.len()).copy_from(&from),
+                RmaOp::Put { offset, from } => parts.of(peer.index(), offset, from.len()).copy_from(&from, team),
                 RmaOp::Get { offset, mut into } => {
                     let len = into.len();
-                    into.copy_from(&parts.of(peer.index(), offset, len));
+                    into.copy_from(&parts.of(peer.index(), offset, len), team);
                 }
                 _ => unreachable!("only puts and gets are copies"),
             }

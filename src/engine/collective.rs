@@ -5,105 +5,25 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Chunking, Collective, Scaling, ScratchLimit, Setting};
+use crate::algo::{Chunking, Scaling, ScratchLimit, Setting};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
-use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
+use crate::engine::frame::{Failed, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
-use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
-use crate::engine::reduce::{self, Operands};
-use crate::engine::region::{Region, Scratch, Spaces};
+use crate::engine::recv_buffer::{RecvBuffer, Sink};
+use crate::engine::reduce::Operands;
+use crate::engine::region::{Region, Scratch};
+use crate::engine::request::Request;
 use crate::error::{Error, rank_list};
-use crate::schedule::{Action, Slice, Space, StepId};
+use crate::schedule::{Action, StepId};
 use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
-
-/// A collective as it is submitted.
-pub(crate) struct Request {
-    pub(crate) collective: Collective,
-    pub(crate) signature: Signature,
-    pub(crate) reduce: Option<ReduceOp>,
-    pub(crate) dtype: DType,
-    pub(crate) spaces: Spaces,
-    pub(crate) timeout: Duration,
-}
-
-impl Request {
-    /// Takes a step that needs no other rank, of as many as `world`.
-    pub(crate) fn compute(&self, action: Action, world: usize) {
-        let dtype = self.dtype;
-        let region = |slice| self.spaces.region(slice);
-        match action {
-            Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
-            // In place. `copy_from` would find that out run by run.
-            Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
-            Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
-                self.spaces.each_block(into, from, |into, blocks| reduce::widen(dtype, into, blocks[0]));
-            }
-            Action::Copy { from, into } => region(into).copy_from(&region(from)),
-            Action::Reduce { from, into } => {
-                let operands = self.operands(into);
-                region(into).zip(&region(from), |into, from| reduce::combine(operands, into, from));
-            }
-            Action::Fold { from, into, position } => {
-                let operands = self.operands(into);
-                let position = position as usize;
-                self.spaces.each_block(into, from, |into, blocks| reduce::fold(operands, into, position, blocks));
-            }
-            Action::Scale { slice } => {
-                if let Some(ReduceOp::PreMulSum(factor)) = self.reduce {
-                    region(slice).each_mut(|run| reduce::scale(dtype, factor, run));
-                }
-            }
-            Action::Average { from, into } if from == into => {
-                region(into).each_mut(|run| reduce::divide(dtype, world, run));
-            }
-            Action::Average { from, into } => {
-                let operands = self.operands(from);
-                self.spaces.each_block(into, from, |into, blocks| reduce::average(operands, world, into, blocks));
-            }
-        }
-    }
-
-    /// What is combined in the memory of `slice`.
-    fn operands(&self, slice: Slice) -> Operands {
-        match slice.space {
-            Space::Sums => Operands::Sums(self.dtype),
-            _ => Operands::Elements(self.reduce.unwrap_or(ReduceOp::Sum), self.dtype),
-        }
-    }
-
-    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the cache.
-    pub(crate) fn sends_cache_hot(&self) -> bool {
-        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= HOT_MAX_BYTES
-    }
-
-    /// The header of a message that is sent at once.
-    pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
-        let signature = self.signature;
-        Header {
-            signature,
-            index: message,
-            ..Header::control(FrameKind::Eager, MatchSpace::Collective, sequence, 0, len as u64)
-        }
-    }
-
-    /// The place that a step receives into, if it does.
-    pub(crate) fn buffer(&self, action: Action, completion: Completion) -> Option<RecvBuffer> {
-        let (into, action) = match action {
-            Action::RecvReduce { into, .. } => (into, RecvAction::Reduce(self.operands(into))),
-            Action::Recv { into, .. } => (into, RecvAction::Store),
-            _ => return None,
-        };
-        Some(RecvBuffer { region: self.spaces.region(into), action, completion, received: 0 })
-    }
-}
 
 /// A message that came before it was asked for.
 enum Unexpected {
@@ -136,6 +56,8 @@ struct Active {
     deadline: Option<Instant>,
     pulse: Pulse,
     suspect: Option<Suspect>,
+    /// The step in which it waits for its caller, and what for.
+    awaits: Option<(StepId, u32)>,
 }
 
 /// What another rank is known to have called.
@@ -352,8 +274,19 @@ impl Collectives {
         let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
         let left = blocked.len() - taken.steps;
-        self.active =
-            Some(Active { sequence, request, work, plan, blocked, ready, left, deadline, pulse, suspect: None });
+        self.active = Some(Active {
+            sequence,
+            request,
+            work,
+            plan,
+            blocked,
+            ready,
+            left,
+            deadline,
+            pulse,
+            suspect: None,
+            awaits: None,
+        });
         if let Some(failure) = self.failed.remove(&sequence) {
             self.fail_active_remotely(ctx, failure);
         } else if let Some((rank, cause)) = ctx.failures.left_before(sequence) {
@@ -396,9 +329,10 @@ impl Collectives {
                 self.start_send(ctx, step, to, region, message);
             }
             Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(ctx, step, from, message),
+            Action::Await { number, .. } => active.awaits = Some((step, number)),
             _ => {
                 let sequence = active.sequence;
-                active.request.compute(action, ctx.size());
+                active.request.compute(action, ctx.size(), ctx.rndv.team);
                 self.step_done(sequence, step);
             }
         }
@@ -556,6 +490,30 @@ impl Collectives {
         }
     }
 
+    // ---- what the caller does itself ----
+
+    /// What collective `sequence` waits for that its caller does.
+    pub(crate) fn awaited(&self, sequence: u64) -> Option<u32> {
+        let active = self.active.as_ref().filter(|active| active.sequence == sequence)?;
+        active.awaits.map(|(_, number)| number)
+    }
+
+    /// The caller has done what collective `sequence` waited for.
+    pub(crate) fn go_on(&mut self, ctx: &mut OpContext, sequence: u64) {
+        let active = self.active.as_mut().filter(|active| active.sequence == sequence);
+        if let Some((step, _)) = active.and_then(|active| active.awaits.take()) {
+            self.step_done(sequence, step);
+            self.progress(ctx);
+        }
+    }
+
+    /// The caller cannot do it: ends collective `sequence`, unless that has ended, and tells every other rank.
+    pub(crate) fn give_up(&mut self, ctx: &mut OpContext, sequence: u64, error: Error) {
+        if self.active.as_ref().is_some_and(|active| active.sequence == sequence) {
+            self.fail_active_with(ctx, |_| error);
+        }
+    }
+
     // ---- ends ----
 
     fn finish_active(&mut self, ctx: &mut OpContext, result: Result<(), Error>) {
@@ -705,10 +663,15 @@ impl Collectives {
         let op = OpId::Collective(sequence);
         let slow: Vec<Rank> =
             came.iter().copied().filter(|rank| posted.contains(rank) || ctx.exchanges(op, *rank)).collect();
-        let slow = format!(
-            "collective {sequence}: all ranks called it; rank(s) {} did not finish their part",
-            rank_list(&slow)
-        );
+        let waits_itself = self.active.as_ref().is_some_and(|active| active.awaits.is_some());
+        let whom = match (slow.is_empty(), waits_itself) {
+            (true, true) => format!("rank {} waits for its device", ctx.me),
+            (false, true) => {
+                format!("rank {} waits for its device, and rank(s) {} have not come so far", ctx.me, rank_list(&slow))
+            }
+            _ => format!("rank(s) {} did not finish their part", rank_list(&slow)),
+        };
+        let slow = format!("collective {sequence}: all ranks called it; {whom}");
         let others = came.into_iter().filter(|rank| *rank != ctx.me);
         let silent: Vec<Rank> = others.filter(|rank| self.is_silent(*rank, sequence, now)).collect();
         if silent.is_empty() {
@@ -745,9 +708,6 @@ fn tell_others(ctx: &mut OpContext, failed: Failed, text: &str) {
 
 /// The message belongs to a collective that is over.
 struct Stale;
-
-/// How much data a collective may have to find in the cache what it wrote.
-const HOT_MAX_BYTES: usize = 512 * 1024;
 
 #[cfg(test)]
 mod tests;

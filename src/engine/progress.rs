@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::buffered_send::BufferedSends;
 use crate::engine::call::Call;
-use crate::engine::collective::{Collectives, Request};
+use crate::engine::collective::Collectives;
 use crate::engine::completion::{Completion, Finished, OpId};
 use crate::engine::connector::FindRoutes;
 use crate::engine::context::OpContext;
@@ -23,6 +23,7 @@ use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
 use crate::engine::relay::Relay;
+use crate::engine::request::Request;
 use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
@@ -188,6 +189,19 @@ impl Engine {
     pub(crate) fn submit_collective(&mut self, request: Request, executed: Executed, work: Work) {
         self.collectives.submit(&mut self.context, request, executed, work);
         self.handle_losses();
+    }
+
+    /// The caller of collective `sequence` has done what that waited for.
+    pub(crate) fn go_on(&mut self, sequence: u64) {
+        self.collectives.go_on(&mut self.context, sequence);
+        self.handle_losses();
+    }
+
+    /// The caller of collective `sequence` cannot do what that waits for.
+    pub(crate) fn give_up(&mut self, sequence: u64, error: Error) {
+        self.collectives.give_up(&mut self.context, sequence, error);
+        self.handle_losses();
+        self.write_due_dump();
     }
 
     /// Starts a message operation.

@@ -25,7 +25,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -116,12 +116,12 @@ class Contender:
         self._folder.cleanup()
 
 
-def engine(program: Path, ranks: int, variables: dict[str, str] | None = None) -> Contender:
-    """The engine's ranks."""
-    return launched(ENGINE, [str(program), "--serve"], ranks, variables or {})
+def engine(program: Path, ranks: int, name: str = ENGINE, variables: Mapping[str, str] | None = None) -> Contender:
+    """The engine's ranks, with these variables in their environment."""
+    return launched(name, [str(program), "--serve"], ranks, variables or {})
 
 
-def launched(name: str, command: Sequence[str], ranks: int, variables: dict[str, str]) -> Contender:
+def launched(name: str, command: Sequence[str], ranks: int, variables: Mapping[str, str]) -> Contender:
     """Ranks of a program that finds the others by its environment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -129,7 +129,7 @@ def launched(name: str, command: Sequence[str], ranks: int, variables: dict[str,
         {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for rank in range(ranks)
     ]
-    return Contender(name, [(command, place | variables) for place in places], ranks)
+    return Contender(name, [(command, place | dict(variables)) for place in places], ranks)
 
 
 def mpi(name: str, folder: Path, ranks: int, builds: Path) -> Contender:

@@ -112,7 +112,7 @@ def main() -> None:
             contender.pin()
             return contender
 
-        shm = started(engine(program, 2, {"NCCLX_RS_TRANSPORT": "shm"}))
+        shm = started(engine(program, 2, variables={"NCCLX_RS_TRANSPORT": "shm"}))
         gloo = started(launched("gloo", [sys.executable, __file__, "--serve-gloo"], 2, {"OMP_NUM_THREADS": "1"}))
         alone = started(engine(program, 1))
         turns: dict[str, Turn] = {
@@ -127,7 +127,9 @@ def main() -> None:
         pairs = [("shm put", "gloo message"), ("shm put", "memcpy"), ("shm there", "shm message")]
         for way in arguments.ways:
             library = str(folder / "lib/libucp.so.0")
-            ucx = started(engine(program, 2, {"NCCLX_RS_TRANSPORT": "ucx", "NCCLX_RS_UCX": library, "UCX_TLS": way}))
+            ucx = started(
+                engine(program, 2, variables={"NCCLX_RS_TRANSPORT": "ucx", "NCCLX_RS_UCX": library, "UCX_TLS": way})
+            )
             turns |= {f"{way} put": turn_of(ucx, "Uniput"), f"{way} there": turn_of(ucx, "PutPingPong")}
             turns[f"{way} message"] = turn_of(ucx, "PingPong")
             for test in ("ucp_put_bw", "ucp_put_lat"):
