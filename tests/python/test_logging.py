@@ -248,7 +248,8 @@ def test_nothing_is_said_where_all_is_well() -> None:
 
 LINE = (
     r"communicator `0` rank 0 of 1: 1 on this host, 1 in all; transports: none; interfaces: .+; "
-    r"algorithms: the engine's table; cores: \d+; memory: 262144 bytes a ring, 65536 a message sent unasked\n"
+    r"algorithms: the engine's table; cores: \d+(; threads for long copies: \d+)?; "
+    r"memory: 262144 bytes a ring, 65536 a message sent unasked\n"
 )
 
 
