@@ -126,6 +126,9 @@ options! {
         "The NUMA node that this rank is on; off for none. auto: the one that all CPUs which it may run on belong to, where \
          its host has several with CPUs. The memory that others write to for this rank, its shared memory rings, is taken from there, \
          if the system allows it (mbind).";
+    numa_collectives: bool, "numa_collectives", "true", &[],
+        "Whether long collectives of ranks on several NUMA nodes of one host may go by node (the algorithm `numa`). Where it is false \
+         on a rank, it is on all.";
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
         "CUDA: half the device memory for a rank's messages, for each communicator; rank 0's holds for all ranks.";
     device_timing: bool, "device_timing", "false", &["TORCH_NCCL_ENABLE_TIMING"],
@@ -619,6 +622,7 @@ mod tests {
             "131072",
             "0123456789abcdef",
             "minCTAs=2",
+            "false",
             "some text",
         ];
         for row in Config::describe() {

@@ -163,7 +163,8 @@ impl Communicator {
         Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
-        let topo = Topology::new(&hosts);
+        let nodes: Vec<Option<u32>> = ranks.iter().map(|info| info.cpus.node()).collect();
+        let topo = Topology::new(&hosts).on_nodes(&nodes);
         transports.settle(&name, &topo);
         let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
         let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
