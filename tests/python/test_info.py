@@ -65,21 +65,17 @@ def test_nodes_are_told_where_there_are_several(tmp_path: Path) -> None:
     two_nodes(tmp_path)
     nodes = _host.nodes(tmp_path)
     assert [(node.number, node.cpus) for node in nodes] == [(0, [(0, 3)]), (2, [(4, 5), (8, 11)]), (3, [])]
-    lines = {
-        None: "a rank that runs where this process may is on no one of them",
-        (
-            2,
-            None,
-        ): "a rank that runs where this process may is on node 2, and so is the memory that others write to for it",
-        (2, "not permitted"): "a rank that runs where this process may is on node 2, but not its memory: not permitted",
-    }
-    for home, line in lines.items():
+    for home, place in {
+        None: "no one of them",
+        (2, None): "node 2, and so is the memory that others write to for it",
+        (2, "not permitted"): "node 2, but not its memory: not permitted",
+    }.items():
         text = gathered.text(dataclasses.replace(gathered.gather(), nodes=nodes, home=home))
         expected = [
             "NUMA       node 0: CPUs 0-3, distances 10 21 17",
             "           node 2: CPUs 4-5,8-11, distances 31 10 28",
             "           node 3: no CPUs",
-            f"           {line}",
+            f"           a rank that runs where this process may is on {place}",
         ]
         assert "\n".join(expected) in text
 

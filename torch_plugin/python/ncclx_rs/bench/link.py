@@ -72,10 +72,11 @@ def table(link: dict[str, Any]) -> str:
     """The figures as lines."""
     memcpy = link["memcpy"]
     writer, reader = link["cpus"]
-    where = "" if link["distance"] is None else f", NUMA nodes {link['nodes'][0]} and {link['nodes'][1]}"
-    distance = "" if link["distance"] is None else f" at distance {link['distance']}"
+    where = ""
+    if link["distance"] is not None:
+        where = f", NUMA nodes {link['nodes'][0]} and {link['nodes'][1]} at distance {link['distance']}"
     lines = [
-        f"# link from core {writer} to core {reader}{where}{distance}: rates in GB/s, and as shares of memcpy's",
+        f"# link from core {writer} to core {reader}{where}: rates in GB/s, and as shares of memcpy's",
         f"{'round trip of a line':36} {link['round_trip']:8.0f} ns",
     ]
     lines += [f"{text:36} {link[name]:8.2f} GB/s {link[name] / memcpy:7.2f}" for name, text in _RATES.items()]
