@@ -11,7 +11,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::{Value, json};
 
-use crate::cases::{Case, ELEMENT, cases};
+use crate::cases::{ELEMENT, cases};
 use crate::log_capture;
 use crate::schedules::{check, topologies};
 use crate::world::{Wire, world_hinted};
