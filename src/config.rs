@@ -19,11 +19,13 @@ use crate::error::InitError;
 
 mod engine;
 mod nccl_fields;
+mod numa_node;
 mod threads;
 mod transports;
 
 pub use engine::EngineChoice;
 pub use nccl_fields::NcclFields;
+pub use numa_node::NumaNode;
 pub use threads::Threads;
 pub use transports::{TransportChoice, UcxChoice};
 
@@ -120,6 +122,13 @@ options! {
     shm_line_ownership: Switch, "shm_line_ownership", "auto", &[],
         "Whether this rank, as it reads a shared memory ring, takes the cache lines for itself, so that their writer gets \
          them back faster; auto measures for each ring which way is cheaper.";
+    numa_node: NumaNode, "numa_node", "auto", &[],
+        "The NUMA node that this rank is on; off for none. auto: the one that all CPUs which it may run on belong to, where \
+         its host has several with CPUs. The memory that others write to for this rank, its shared memory rings, is taken from there, \
+         if the system allows it (mbind).";
+    numa_collectives: bool, "numa_collectives", "true", &[],
+        "Whether long collectives of ranks on several NUMA nodes of one host may go by node (the algorithm `numa`). Where it is false \
+         on a rank, it is on all.";
     device_staging: StagingBytes, "device_staging_bytes", "16777216", &[],
         "CUDA: half the device memory for a rank's messages, for each communicator; rank 0's holds for all ranks.";
     device_timing: bool, "device_timing", "false", &["TORCH_NCCL_ENABLE_TIMING"],
@@ -485,6 +494,14 @@ impl Value for NcclFields {
     }
 }
 
+impl Value for NumaNode {
+    const EXPECTED: &'static str = NumaNode::FORM;
+
+    fn parse(text: &str) -> Option<Self> {
+        NumaNode::read(text)
+    }
+}
+
 impl Value for Threads {
     const EXPECTED: &'static str = Threads::FORM;
 
@@ -605,6 +622,7 @@ mod tests {
             "131072",
             "0123456789abcdef",
             "minCTAs=2",
+            "false",
             "some text",
         ];
         for row in Config::describe() {
@@ -721,6 +739,17 @@ mod tests {
         let error = "the hint threads is `256`: expected auto or a whole number up to 255".to_owned();
         assert_eq!(threads("256"), Err(InitError::Config(error)));
         assert!(threads("-1").is_err() && threads("many").is_err());
+    }
+
+    #[test]
+    fn a_numa_node_is_a_number_found_or_none() {
+        let node = |value| resolve(&[], &[("numa_node", value)]).map(|config| config.numa_node);
+        assert_eq!([node(""), node("off")], [Ok(NumaNode::Auto), Ok(NumaNode::Off)]);
+        assert_eq!([node("0"), node("1023")], [0, 1023].map(|node| Ok(NumaNode::Exactly(node))));
+        assert_eq!([NumaNode::Auto, NumaNode::Off, NumaNode::Exactly(7)].map(NumaNode::number), [None, None, Some(7)]);
+        let error = "the hint numa_node is `1024`: expected auto, off or a whole number up to 1023".to_owned();
+        assert_eq!(node("1024"), Err(InitError::Config(error)));
+        assert!(node("-1").is_err() && node("on").is_err());
     }
 
     #[test]

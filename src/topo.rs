@@ -17,6 +17,8 @@ use crate::types::Rank;
 pub struct Topology {
     host_of: Vec<u32>,
     hosts: Vec<Vec<Rank>>,
+    /// The same ranks, with the NUMA nodes of their only host in the place of hosts, if they are on several.
+    by_node: Option<Box<Topology>>,
 }
 
 impl Topology {
@@ -34,12 +36,31 @@ impl Topology {
                 None => hosts.push(vec![rank]),
             }
         }
-        Topology { host_of, hosts }
+        Topology { host_of, hosts, by_node: None }
     }
 
     /// All ranks on one host.
     pub fn single_host(size: usize) -> Self {
         Topology::new(&vec![""; size])
+    }
+
+    /// The same, where it is known which NUMA node of its host each rank is on.
+    ///
+    /// ```
+    /// use ncclx_rs::{Rank, Topology};
+    /// let topo = Topology::single_host(3).on_nodes(&[Some(0), Some(1), Some(0)]);
+    /// assert_eq!(topo.by_node().map(Topology::hosts), Some(&[vec![Rank(0), Rank(2)], vec![Rank(1)]][..]));
+    /// ```
+    pub fn on_nodes(mut self, node_of_rank: &[Option<u32>]) -> Self {
+        let is_told = self.hosts.len() == 1 && node_of_rank.iter().all(Option::is_some);
+        let by_node = || Topology::new(&node_of_rank.iter().flatten().map(u32::to_string).collect::<Vec<_>>());
+        self.by_node = is_told.then(by_node).filter(|nodes| nodes.hosts.len() > 1).map(Box::new);
+        self
+    }
+
+    /// The ranks with nodes in the place of hosts, where one host has all ranks and each is on one of several nodes.
+    pub fn by_node(&self) -> Option<&Topology> {
+        self.by_node.as_deref()
     }
 
     /// The number of ranks.
@@ -88,20 +109,33 @@ pub struct Cpus {
     runs: Vec<(u32, u32)>,
     /// How many the rank may use at a time, where that is fewer.
     quota: Option<u32>,
+    /// The NUMA node that they belong to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    node: Option<u32>,
 }
 
 impl Cpus {
     /// The CPUs with these numbers. The system lets the rank use at most `quota` of them at a time.
     pub fn new(numbers: impl IntoIterator<Item = u32>, quota: Option<u32>) -> Self {
         let runs = merged(numbers.into_iter().map(|number| (number, number)).collect());
-        Cpus { runs, quota }
+        Cpus { runs, quota, node: None }
+    }
+
+    /// The same, which all belong to this NUMA node of several.
+    pub fn on_node(self, node: Option<u32>) -> Self {
+        Cpus { node, ..self }
+    }
+
+    /// The NUMA node that they belong to; none where it is the only one, or not told.
+    pub fn node(&self) -> Option<u32> {
+        self.node
     }
 
     /// How many CPUs the ranks of one host share: each CPU that any of them may run on counts once. A quota counts if all
     /// ranks have one, since that is usually the quota of their common container.
     pub fn shared_by<'a>(ranks: impl IntoIterator<Item = &'a Cpus>) -> usize {
         let (mut runs, mut quotas) = (Vec::new(), Vec::new());
-        for Cpus { runs: own, quota } in ranks {
+        for Cpus { runs: own, quota, .. } in ranks {
             runs.extend(own);
             quotas.push(quota.map_or(usize::MAX, |quota| quota as usize));
         }
@@ -159,8 +193,33 @@ mod tests {
         assert_eq!(shared(&[bound(&[7]), bound(&[7])]), 1, "the same core");
         assert_eq!(shared(&[bound(&[3, 1, 0]), bound(&[1, 2]), bound(&[9])]), 5, "some overlap");
         assert_eq!(shared(&[bound(&[0, 1, 2, 3]), bound(&[0, 1, 2, 3])]), 4, "not bound");
-        assert_eq!(bound(&[5, 1, 0, 4, 2]), Cpus { runs: vec![(0, 2), (4, 5)], quota: None });
+        assert_eq!(bound(&[5, 1, 0, 4, 2]), Cpus { runs: vec![(0, 2), (4, 5)], ..Cpus::default() });
         assert_eq!(shared(&[]), 0);
+    }
+
+    #[test]
+    fn nodes_count_where_one_host_has_ranks_on_several() {
+        let groups = |hosts: &[&str], nodes: &[Option<u32>]| {
+            Topology::new(hosts).on_nodes(nodes).by_node().map(|nodes| nodes.hosts().to_vec())
+        };
+        let (zero, one, ranks) =
+            (Some(0), Some(1), |ranks: &[u32]| ranks.iter().copied().map(Rank).collect::<Vec<_>>());
+        assert_eq!(groups(&["a"; 4], &[one, zero, one, zero]), Some(vec![ranks(&[0, 2]), ranks(&[1, 3])]));
+        assert_eq!(groups(&["a"; 3], &[Some(7), zero, zero]), Some(vec![ranks(&[0]), ranks(&[1, 2])]));
+        assert_eq!(groups(&["a"; 3], &[zero; 3]), None, "all on one");
+        assert_eq!(groups(&["a"; 3], &[zero, one, None]), None, "one may run on both");
+        assert_eq!(groups(&["a", "a", "b", "b"], &[zero, one, zero, one]), None, "several hosts");
+        assert_eq!(groups(&["a"], &[zero]), None);
+        assert_eq!(Topology::single_host(3).by_node(), None);
+    }
+
+    #[test]
+    fn a_node_is_told_to_the_other_ranks_where_there_is_one() {
+        let told = |cpus: &Cpus| serde_json::to_string(cpus).expect("JSON");
+        let heard = |text: &str| serde_json::from_str::<Cpus>(text).expect("CPUs").node();
+        let cpus = Cpus::new(0..4, None);
+        assert_eq!((heard(&told(&cpus)), told(&cpus).contains("node")), (None, false));
+        assert_eq!(heard(&told(&cpus.on_node(Some(3)))), Some(3));
     }
 
     #[test]
@@ -179,12 +238,12 @@ mod tests {
         assert_eq!(shares(&[bound(0..3), bound(0..3), bound(0..3)]), [1, 1, 1]);
         assert_eq!(shares(&[Cpus::new(0..64, Some(9)), bound(64..65)]), [4, 1], "a quota is for all");
         assert_eq!(bound(0..4).share([]), 4);
-        assert_eq!(bound(0..4).share(&[bound(0..4), Cpus { runs: vec![(0, u32::MAX), (9, 3)], quota: None }]), 2);
+        assert_eq!(bound(0..4).share(&[bound(0..4), Cpus { runs: vec![(0, u32::MAX), (9, 3)], ..Cpus::default() }]), 2);
     }
 
     #[test]
     fn what_another_rank_says_overflows_nothing() {
-        let odd = |runs: &[(u32, u32)]| Cpus { runs: runs.to_vec(), quota: None };
+        let odd = |runs: &[(u32, u32)]| Cpus { runs: runs.to_vec(), ..Cpus::default() };
         assert_eq!(shared(&[odd(&[(5, 3)]), odd(&[(2, 2)])]), 1);
         assert_eq!(shared(&[odd(&[(0, u32::MAX)]), odd(&[(u32::MAX, u32::MAX)])]), 1 << 32);
     }

@@ -8,6 +8,7 @@ use crate::algo::{
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
+use crate::topo::Topology;
 use crate::types::Rank;
 
 /// A row: what it is, what it can do, when it is the best.
@@ -29,6 +30,7 @@ const TABLE: &[Row] = &[
         copies: hierarchical_copies,
         build: build_hierarchical,
     },
+    Row { name: "numa", can: can_numa, prefer: prefer_numa, copies: numa_copies, build: build_numa },
     Row {
         name: "recursive_doubling",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
@@ -419,6 +421,32 @@ fn build_hierarchical(builder: &mut Builder, collective: &Collective, setting: &
     }
 }
 
+/// With the NUMA nodes of the only host in the place of hosts, where the ranks are on several. What runs a schedule whole is a
+/// device, whose memory is of no node.
+fn by_node<'a>(setting: &Setting<'a>) -> Option<Setting<'a>> {
+    let topo = setting.topo.by_node().filter(|_| setting.chunking == Chunking::Chunks)?;
+    Some(Setting { topo, ..*setting })
+}
+
+fn can_numa(collective: &Collective, setting: &Setting<'_>) -> bool {
+    by_node(setting).is_some_and(|nodes| can_hierarchical(collective, &nodes))
+}
+
+/// Where what goes between nodes takes the most time, and every rank of a node can do as much of it as another.
+fn prefer_numa(collective: &Collective, setting: &Setting<'_>) -> bool {
+    let nodes = setting.topo.by_node().map_or(&[][..], Topology::hosts);
+    let are_alike = nodes.iter().all(|ranks| ranks.len() == nodes[0].len() && ranks.len() > 1);
+    are_alike && !matches!(collective, Collective::Reduce { .. }) && bytes(collective, setting) >= NUMA_MIN_BYTES
+}
+
+fn numa_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
+    by_node(setting).map_or(0, |nodes| hierarchical_copies(collective, &nodes))
+}
+
+fn build_numa(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) {
+    build_hierarchical(builder, collective, &by_node(setting).expect("checked by `can`"));
+}
+
 fn build_hierarchical_reduce(builder: &mut Builder, setting: &Setting<'_>, count: usize, root: Rank) {
     let by_stripes = hierarchical::reduces_by_stripes(setting, count);
     if by_stripes && root != setting.me && !must_load(setting) {
@@ -604,6 +632,10 @@ const HALVING_MAX_BYTES: usize = 512 * 1024;
 /// Up to these sizes the rounds of a broadcast or reduce count more than that some ranks send or combine all data several times.
 const BINOMIAL_BROADCAST_MAX_BYTES: usize = 64 * 1024;
 const BINOMIAL_REDUCE_MAX_BYTES: usize = 1024 * 1024;
+
+/// From this size on, ranks of several NUMA nodes go by node. Not measured, since no such host is at hand: as long as data that no
+/// cache near a core holds, so that not the number of messages but the memory that they go through decides.
+const NUMA_MIN_BYTES: usize = 4 * 1024 * 1024;
 
 /// Up to this size a root that sends to everyone is done sooner than a tree, also where it shares one network card.
 const DIRECT_BROADCAST_MAX_BYTES: usize = 16 * 1024;

@@ -29,6 +29,7 @@ use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
+use crate::sys::numa::{self, Home};
 use crate::sys::poller::Poller;
 use crate::sys::team::Team;
 use crate::topo::{Cpus, Topology};
@@ -132,6 +133,7 @@ impl Communicator {
         }
         limits::raise_descriptors();
         let mut config = Config::resolve(&hints)?;
+        config.numa_node = numa::settled(config.numa_node);
         // A shorter operation timeout also limits the wait for all ranks to join.
         config.connect_timeout = config.connect_timeout.min(timeout.unwrap_or(Duration::MAX));
         let os = |what: &str, cause: std::io::Error| InitError::Os {
@@ -161,7 +163,8 @@ impl Communicator {
         Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
-        let topo = Topology::new(&hosts);
+        let nodes: Vec<Option<u32>> = ranks.iter().map(|info| info.cpus.node()).collect();
+        let topo = Topology::new(&hosts).on_nodes(&nodes);
         transports.settle(&name, &topo);
         let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
         let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
@@ -175,6 +178,7 @@ impl Communicator {
         let oversubscribed = here.len() > cores;
         let cpus = |rank: &Rank| &ranks[rank.index()].cpus;
         let team = Team::chosen(config.threads, || cpus(&rank).share(here.iter().map(cpus)));
+        let home = config.numa_node.number().map(Home::at);
         let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
             let first = directory.first_transports().map(|transport| transports.name(transport)).collect();
@@ -191,6 +195,7 @@ impl Communicator {
                 cores,
                 is_oversubscribed: oversubscribed,
                 team,
+                home: home.as_ref(),
             };
             log::info!("{summary}");
         }
@@ -200,6 +205,7 @@ impl Communicator {
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
         let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);
+        engine.home = home;
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;

@@ -6,6 +6,7 @@ use std::fmt;
 use crate::comm::address;
 use crate::config::Config;
 use crate::sys::net::{self, Interface};
+use crate::sys::numa::Home;
 use crate::sys::team::Team;
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -27,6 +28,8 @@ pub(super) struct Summary<'a> {
     pub(super) is_oversubscribed: bool,
     /// The threads that share this rank's long copies and reductions.
     pub(super) team: Team,
+    /// The NUMA node where its rings are, if there are several.
+    pub(super) home: Option<&'a Home>,
 }
 
 impl fmt::Display for Summary<'_> {
@@ -51,7 +54,8 @@ impl fmt::Display for Summary<'_> {
         let crowd = if self.is_oversubscribed { ", oversubscribed" } else { "" };
         let (ring, eager) = (config.shm_ring_bytes.get(), config.eager_bytes.get());
         write!(f, "cores: {}{crowd}; threads for long copies: {}; ", self.cores, self.team.threads())?;
-        write!(f, "memory: {ring} bytes a ring, {eager} a message sent unasked")
+        write!(f, "memory: {ring} bytes a ring, {eager} a message sent unasked")?;
+        self.home.map_or(Ok(()), |home| write!(f, "; rings to this rank: {home}"))
     }
 }
 
@@ -90,6 +94,7 @@ mod tests {
             cores: 1,
             is_oversubscribed: true,
             team: Team::of(2),
+            home: None,
         };
         assert_eq!(
             summary.to_string(),
@@ -97,7 +102,9 @@ mod tests {
              eth0 10.0.0.1; algorithms: ring where it can, then 3 rows of rank 0's tuning file, then the engine's table; \
              cores: 1, oversubscribed; threads for long copies: 3; memory: 262144 bytes a ring, 7 a message sent unasked"
         );
-        let alone = Summary { transports: vec![], tuned: 0, is_oversubscribed: false, ..summary };
+        let home = Home { node: 1, refused: None };
+        let alone = Summary { transports: vec![], tuned: 0, is_oversubscribed: false, home: Some(&home), ..summary };
+        assert!(alone.to_string().ends_with("sent unasked; rings to this rank: on NUMA node 1"));
         assert!(alone.to_string().contains("transports: none; "));
         assert!(alone.to_string().contains("then the engine's table; cores: 1; "));
     }

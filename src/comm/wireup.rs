@@ -121,7 +121,7 @@ impl Transports {
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
         if choice.has_shm() && has_others {
-            let settings = RingSettings { bytes, peer_can_read, line_ownership };
+            let settings = RingSettings { bytes, peer_can_read, line_ownership, node: config.numa_node.number() };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::engine::flight_recorder::Record;
 use crate::engine::progress::Engine;
+use crate::sys::numa::Home;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::RingStats;
 use crate::types::{DType, Frame, Rank};
@@ -29,6 +30,8 @@ struct Dump<'a> {
     /// What the job calls the ranks, in the order of their ranks here.
     members: Vec<u32>,
     host: usize,
+    /// The NUMA node that this rank is on, where its memory for what others send is, if its host has several.
+    numa: Option<&'a Home>,
     process: u32,
     reason: &'a str,
     time: u64,
@@ -153,6 +156,7 @@ impl Engine {
             size: self.context.size(),
             members: self.members.iter().map(|rank| rank.0).collect(),
             host: self.context.topo.host_of(self.context.me),
+            numa: self.home.as_ref(),
             process: std::process::id(),
             reason,
             time: clock.micros(clock.instant),

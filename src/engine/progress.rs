@@ -28,6 +28,7 @@ use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
 use crate::error::{Error, LinkDown};
+use crate::sys::numa::Home;
 use crate::topo::Topology;
 use crate::transport::{Transport, Watcher};
 use crate::types::Rank;
@@ -50,6 +51,8 @@ pub(crate) struct Engine {
     turns: u32,
     /// What the job calls this communicator's ranks.
     pub(crate) members: Vec<Rank>,
+    /// The NUMA node that this rank is on, if its host has several.
+    pub(crate) home: Option<Home>,
     /// Where the flight recorder is written when an operation fails.
     pub(crate) dump_directory: Option<PathBuf>,
     /// When that was done last.
@@ -91,6 +94,7 @@ impl Engine {
             cpu: Cpu::default(),
             turns: 0,
             members: (0..size).map(Rank::from).collect(),
+            home: None,
             dump_directory: None,
             dumped: None,
         }

@@ -19,10 +19,15 @@ pub(super) fn create(bytes: u64, pages: Pages) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create("ncclx_rs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, bytes)?;
     if pages == Pages::Now {
-        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
+        take_pages(&fd, bytes)?;
     }
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(fd)
+}
+
+/// Takes the pages of a file of so many bytes from the system, as [`Pages::Now`] does.
+pub(super) fn take_pages(fd: impl AsFd, bytes: u64) -> io::Result<()> {
+    Ok(rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes)?)
 }
 
 /// Whether nobody can take pages of the file away.

@@ -10,6 +10,7 @@ pub mod limits;
 mod memfd;
 pub mod nccl;
 pub mod net;
+pub mod numa;
 pub mod nvrtc;
 pub mod poller;
 pub mod process;

@@ -4,6 +4,9 @@
 //! processes end. Its pages are allocated when it is made, so that a lack of memory is an error then and not a signal later.
 //! Its size is sealed, so that neither side can take pages from the other.
 //!
+//! The writer makes it, so its pages would come from the writer's NUMA node. Before it takes them, it has them come from that of the
+//! reader: a core waits longer for what it reads in another node's memory than for what it writes there.
+//!
 //! The ring's pages are mapped twice, back to back: any run of up to `capacity` bytes is contiguous, also across the end.
 #![allow(unsafe_code, reason = "maps shared memory")]
 
@@ -14,6 +17,7 @@ use std::ptr::NonNull;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::sys::memfd::{self, Pages};
+use crate::sys::numa;
 use crate::sys::ring_sync::{Mark, RingWords};
 
 /// A ring, mapped into this process.
@@ -35,12 +39,18 @@ pub struct ShmRing {
 unsafe impl Send for ShmRing {}
 
 impl ShmRing {
-    /// Makes a ring of `capacity` bytes, a power of two of whole pages, and a file descriptor of it for the peer.
-    pub fn create(capacity: usize) -> io::Result<(ShmRing, OwnedFd)> {
+    /// Makes a ring of `capacity` bytes, a power of two of whole pages, and a file descriptor of it for the peer. `node` is the NUMA
+    /// node that its reader is on, where the memory is to lie if that is known and the system allows it.
+    pub fn create(capacity: usize, node: Option<u32>) -> io::Result<(ShmRing, OwnedFd)> {
         check_capacity(capacity)?;
-        let len = (before_ring() + capacity) as u64;
-        let fd = memfd::create(len, Pages::Now)?;
+        let len = before_ring() + capacity;
+        let fd = memfd::create(len as u64, Pages::OnUse)?;
         let memory = ShmRing::map(fd.as_fd(), capacity)?;
+        if let Some(node) = node {
+            // Elsewhere the ring is as good, but slower. `numa::may_prefer` has said why, if it is refused.
+            let _ = numa::prefer(memory.base.as_ptr(), len, node);
+        }
+        memfd::take_pages(&fd, len as u64)?;
         Ok((memory, fd))
     }
 
@@ -251,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_run_across_the_end_is_contiguous_for_both_sides() {
-        let (mut writer, fd) = ShmRing::create(65536).expect("a ring");
+        let (mut writer, fd) = ShmRing::create(65536, None).expect("a ring");
         let reader = ShmRing::open(fd.as_fd()).expect("the same ring");
         writer.write(65530, b"hello, world");
         assert_eq!(reader.bytes(65530, 12), b"hello, world");
@@ -265,7 +275,7 @@ mod tests {
 
     #[test]
     fn a_reader_that_takes_lines_leaves_every_byte_as_it_was() {
-        let (mut writer, fd) = ShmRing::create(65536).expect("a ring");
+        let (mut writer, fd) = ShmRing::create(65536, None).expect("a ring");
         let mut reader = ShmRing::open(fd.as_fd()).expect("the same ring");
         let bytes: Vec<u8> = (0..1000u32).map(|number| (number % 251) as u8).collect();
         for head in [0, 1, 63, 65536 - 500] {
@@ -281,6 +291,24 @@ mod tests {
     }
 
     #[test]
+    fn a_ring_lies_on_the_node_of_its_reader_for_both_sides() {
+        let Some(node) = numa::tests::usable_node() else { return };
+        // A size that no other test has.
+        let capacity = 1 << 21;
+        let policies = || numa::tests::policies(before_ring() + capacity);
+        for (node, policy) in [(None, "default".to_owned()), (Some(node), format!("prefer:{node}"))] {
+            let (_writer, fd) = ShmRing::create(capacity, node).expect("a ring");
+            let blocks = rustix::fs::fstat(&fd).expect("the file").st_blocks * 512;
+            assert_eq!(blocks as usize, before_ring() + capacity, "all pages are taken");
+            let _reader = ShmRing::open(fd.as_fd()).expect("the same ring");
+            assert_eq!(policies(), [policy.as_str(); 2]);
+        }
+        let beyond = crate::config::NumaNode::MAX;
+        let (_ring, _) = ShmRing::create(capacity, Some(beyond)).expect("a ring, on whatever node");
+        assert_eq!(policies(), ["default"]);
+    }
+
+    #[test]
     fn segments_that_could_shrink_are_refused() {
         let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("a memfd");
         rustix::fs::ftruncate(&fd, (before_ring() + 65536) as u64).expect("its size");
@@ -289,7 +317,7 @@ mod tests {
 
     #[test]
     fn odd_sizes_are_refused() {
-        assert!(ShmRing::create(1000).is_err());
-        assert!(ShmRing::create(3 * 65536).is_err());
+        assert!(ShmRing::create(1000, None).is_err());
+        assert!(ShmRing::create(3 * 65536, None).is_err());
     }
 }

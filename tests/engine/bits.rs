@@ -334,6 +334,7 @@ fn long_reductions_of_any_bits_end_alike() {
         reduce_any_bits(Wire::Shm, 3, name, LONG, is_reduced);
     }
     reduce_any_bits(Wire::Mixed, 4, "hierarchical", LONG, is_reduced);
+    reduce_any_bits(Wire::Nodes, 4, "numa", LONG, is_reduced);
 }
 
 #[test]

@@ -24,6 +24,7 @@ mod lowering;
 mod matrix;
 mod memory;
 mod messages;
+mod numa;
 mod numbers;
 mod nvrtc;
 mod peer_loss;

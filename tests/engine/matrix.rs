@@ -8,7 +8,7 @@ use ncclx_rs::algo::{self, Chunking, Collective, Scaling, ScratchLimit, Setting}
 use ncclx_rs::{Communicator, Counts, OpKind, Rank, ReduceOp, SharedMemory, Topology};
 
 use crate::ucx_process;
-use crate::world::{Wire, buffer, host_of, run, world_hinted};
+use crate::world::{Wire, buffer, run, topology, world_hinted};
 
 const SIZES: [usize; 5] = [2, 3, 5, 9, 17];
 /// Elements of eight bytes a block: none, one, uneven and tiny, announced; and of the largest, together about 1 MiB.
@@ -152,10 +152,14 @@ fn everything_over(wire: Wire) {
 
 /// The same, where so many threads of each rank share long copies and reductions.
 fn everything_with(wire: Wire, threads: &'static str) {
-    for algorithm in algo::names() {
+    algorithms_with(algo::names(), wire, threads);
+}
+
+/// The same by these algorithms.
+fn algorithms_with(algorithms: impl Iterator<Item = &'static str>, wire: Wire, threads: &'static str) {
+    for algorithm in algorithms {
         for size in SIZES {
-            let hosts: Vec<&str> = (0..size).map(|rank| host_of(wire, rank, size)).collect();
-            let topo = Topology::new(&hosts);
+            let topo = topology(wire, size);
             world_hinted(wire, size, LIMIT, &[("algorithm", algorithm), ("threads", threads)], move |comm| {
                 let part =
                     Part { comm, algorithm, topo: &topo, me: comm.rank().index(), size, has_run: Cell::new(false) };
@@ -165,6 +169,7 @@ fn everything_with(wire: Wire, threads: &'static str) {
                     // Between ranks of the CPU alone no library runs.
                     "local" | "islands" => false,
                     "hierarchical" => wire == Wire::Mixed && size > 2,
+                    "numa" => wire == Wire::Nodes && size > 2,
                     _ => true,
                 };
                 assert!(
@@ -194,6 +199,11 @@ fn every_algorithm_is_right_over_tcp() {
 #[test]
 fn every_algorithm_is_right_between_hosts() {
     everything_over(Wire::Mixed);
+}
+
+#[test]
+fn collectives_between_numa_nodes_are_right() {
+    algorithms_with(["numa"].into_iter(), Wire::Nodes, "0");
 }
 
 #[test]

@@ -274,7 +274,7 @@ pub(crate) fn heard_in_order(schedules: &[Schedule]) -> Option<Vec<u64>> {
     }
 }
 
-fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
+pub(crate) fn check(name: Option<&str>, case: &Case, topo: &Topology, seed: u64) {
     let first = case.of(0);
     for scaling in if reduced(&first).is_some() { &SCALINGS[..] } else { &[Scaling::Nothing] } {
         check_scaled(name, case, topo, seed, (*scaling, ELEMENT), ScratchLimit::UNBOUNDED);
@@ -356,7 +356,7 @@ fn check_scaled(
 }
 
 /// Ranks on one host, on two uneven ones, on hosts of two, in turn on hosts of four, and scattered.
-fn topologies(size: usize, random: &mut StdRng) -> Vec<Topology> {
+pub(crate) fn topologies(size: usize, random: &mut StdRng) -> Vec<Topology> {
     let by = |host: &mut dyn FnMut(usize) -> usize| {
         Topology::new(&(0..size).map(|rank| host(rank).to_string()).collect::<Vec<_>>())
     };

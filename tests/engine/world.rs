@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Element, Error, Mode, Op, OpKind, Rank};
+use ncclx_rs::{Buffer, CommOptions, Communicator, DType, Element, Error, Mode, Op, OpKind, Rank, Topology};
 
 use crate::ucx_process;
 
@@ -20,6 +20,8 @@ pub(crate) enum Wire {
     Ucx,
     /// One host, with all transports.
     Auto,
+    /// One host, whose ranks say that they are on two NUMA nodes.
+    Nodes,
     /// Two "hosts": shared memory inside, all of it copied through rings of the smallest size, and TCP between.
     Mixed,
 }
@@ -96,8 +98,20 @@ fn hint(name: &str, value: &str) -> (String, String) {
     (name.to_owned(), value.to_owned())
 }
 
+/// Who shares a "host" with whom, and a NUMA node if that is told.
+pub(crate) fn topology(wire: Wire, size: usize) -> Topology {
+    let hosts: Vec<&str> = (0..size).map(|rank| host_of(wire, rank, size)).collect();
+    let nodes: Vec<Option<u32>> = (0..size).map(|rank| (wire == Wire::Nodes).then(|| node_of(rank, size))).collect();
+    Topology::new(&hosts).on_nodes(&nodes)
+}
+
+/// The NUMA node of a rank, where ranks say that they are on two.
+fn node_of(rank: usize, size: usize) -> u32 {
+    u32::from(rank >= size.div_ceil(2))
+}
+
 /// The "host" of a rank.
-pub(crate) fn host_of(wire: Wire, rank: usize, size: usize) -> &'static str {
+fn host_of(wire: Wire, rank: usize, size: usize) -> &'static str {
     if wire == Wire::Mixed && rank >= size.div_ceil(2) { "right" } else { "left" }
 }
 
@@ -105,6 +119,7 @@ fn hints(wire: Wire, rank: usize, size: usize) -> Vec<(String, String)> {
     match wire {
         Wire::Shm => vec![hint("transport", "shm")],
         Wire::Auto => vec![],
+        Wire::Nodes => vec![hint("numa_node", &node_of(rank, size).to_string())],
         Wire::Tcp => vec![hint("transport", "tcp")],
         Wire::Ucx => vec![hint("transport", "ucx")],
         Wire::Tls => vec![hint("transport", "tcp"), hint("tls", "on")],

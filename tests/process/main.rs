@@ -16,6 +16,7 @@ mod soak;
 mod ucx_process;
 mod unauthenticated;
 #[path = "../engine/world.rs"]
+#[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]
 mod world;
 
 /// Keeps the other tests of this process waiting.

@@ -52,6 +52,17 @@ UCX_WAYS = {2: "posix,cma", 3: "tcp"}
 HOSTS = {2: "ab", 3: "aba", 4: "aabb", 5: "aabbb", 6: "aaabbb", 7: "aaabbbb", 8: "aaaabbbb"}
 
 
+def two_nodes(root: Path) -> None:
+    """Has the folder tell, as `/` does, of NUMA nodes 0 and 2 with CPUs and of node 3 with memory alone."""
+    folder = root / "sys/devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "online").write_text("0,2-3\n")
+    for number, cpus, distance in ((0, "0-3", "10 21 17"), (2, "4-5,8-11", "31 10 28")):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}/cpulist").write_text(f"{cpus}\n")
+        (folder / f"node{number}/distance").write_text(f"{distance}\n")
+
+
 def lacking(what: str) -> NoReturn:
     """Skips a test because the machine lacks something; in CI (``NCCLX_RS_CI``) the test fails instead."""
     if os.environ.get("NCCLX_RS_CI") == "1":

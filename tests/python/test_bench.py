@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, needs
+from harness import BACKEND, World, fresh_store, needs, two_nodes
 from ncclx_rs.__main__ import COMMANDS
 from ncclx_rs.__main__ import main as program
 from ncclx_rs.bench import __main__ as command_line
@@ -324,7 +324,7 @@ def test_a_link_between_two_cores_is_measured(tmp_path: Path, capsys: pytest.Cap
     cores = sorted(os.sched_getaffinity(0))
     assert command_line.main(["--link", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    figures = {name: found[name] for name in found if name not in ("schema", "cpus", "page")}
+    figures = {name: found[name] for name in found if name not in ("schema", "cpus", "nodes", "distance", "page")}
     assert found["cpus"] == cores[:2] and len(figures) == 6
     assert all(figure > 0 for figure in figures.values()) and (found["page"] is None or found["page"] > 0)
     file = tmp_path / "link.json"
@@ -332,6 +332,14 @@ def test_a_link_between_two_cores_is_measured(tmp_path: Path, capsys: pytest.Cap
     assert f"from core {cores[1]} to core {cores[0]}" in capsys.readouterr().out
     assert json.loads(file.read_text())["cpus"] == [cores[1], cores[0]]
     assert sorted(os.sched_getaffinity(0)) == cores
+
+
+def test_two_cores_are_on_the_nodes_that_the_kernel_tells(tmp_path: Path) -> None:
+    assert link._place((0, 1), tmp_path) == {"nodes": [None, None], "distance": None}
+    two_nodes(tmp_path)
+    places = {(0, 4): ([0, 2], 21), (9, 0): ([2, 0], 31), (4, 8): ([2, 2], 10), (0, 16): ([0, None], None)}
+    for cpus, (nodes, distance) in places.items():
+        assert link._place(cpus, tmp_path) == {"nodes": nodes, "distance": distance}
 
 
 def test_a_link_on_one_core_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +351,11 @@ def test_a_link_on_one_core_is_none(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_the_figures_of_a_link_are_shares_of_a_copy() -> None:
     rates = {"write_shared": 1.0, "write_owned": 2.0, "read": 3.0, "read_owning": 6.0, "memcpy": 4.0}
-    found = {"cpus": [5, 7], "round_trip": 120.0, **rates, "page": 2048.0}
+    place = {"cpus": [5, 7], "nodes": [0, 1], "distance": 21}
+    found = {**place, "round_trip": 120.0, **rates, "page": 2048.0}
     heading, *lines = link.table(found).splitlines()
-    assert "from core 5 to core 7" in heading
+    assert "from core 5 to core 7, NUMA nodes 0 and 1 at distance 21: rates" in heading
+    assert "from core 5 to core 7: rates" in link.table({**found, "nodes": [None, None], "distance": None})
     assert [line.split()[-1] for line in lines[1:6]] == ["0.25", "0.50", "0.75", "1.50", "1.00"]
     assert lines[0].split()[-2:] == ["120", "ns"] and lines[-1].split()[-7:] == "2.00 GB/s 0.50 2048 ns a page".split()
     assert link.table({**found, "page": None}).splitlines()[-1].startswith("this process may not read another one's")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BACKEND, WATCHDOG_SECONDS, lacking
+from harness import BACKEND, WATCHDOG_SECONDS, lacking, two_nodes
+from ncclx_rs import _host
+from ncclx_rs import info as gathered
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
@@ -52,6 +55,29 @@ def test_versions_and_libraries_are_told() -> None:
     assert lines["CUDA"].startswith(("there is no CUDA driver", "a driver of CUDA "))
     assert lines["NCCL"].startswith(f"{installed()}, /")
     assert lines["RCCL"].startswith("none: librccl.so.1 is in none of ")
+
+
+def test_nodes_are_told_where_there_are_several(tmp_path: Path) -> None:
+    told = found()
+    here = [(node["number"], node["distances"]) for node in told["nodes"]]
+    assert here == [(node.number, node.distances) for node in _host.nodes()]
+    assert len(here) > 1 or (told["home"] is None and "\nNUMA       one node\n" in info())
+    two_nodes(tmp_path)
+    nodes = _host.nodes(tmp_path)
+    assert [(node.number, node.cpus) for node in nodes] == [(0, [(0, 3)]), (2, [(4, 5), (8, 11)]), (3, [])]
+    for home, place in {
+        None: "no one of them",
+        (2, None): "node 2, and so is the memory that others write to for it",
+        (2, "not permitted"): "node 2, but not its memory: not permitted",
+    }.items():
+        text = gathered.text(dataclasses.replace(gathered.gather(), nodes=nodes, home=home))
+        expected = [
+            "NUMA       node 0: CPUs 0-3, distances 10 21 17",
+            "           node 2: CPUs 4-5,8-11, distances 31 10 28",
+            "           node 3: no CPUs",
+            f"           a rank that runs where this process may is on {place}",
+        ]
+        assert "\n".join(expected) in text
 
 
 def test_a_library_is_known_by_its_version_and_functions() -> None:

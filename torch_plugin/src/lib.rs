@@ -46,6 +46,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(vendor::vendor_library, module)?)?;
     module.add_function(wrap_pyfunction!(vendor::allocates, module)?)?;
     module.add_function(wrap_pyfunction!(cuda_devices, module)?)?;
+    module.add_function(wrap_pyfunction!(numa_nodes, module)?)?;
+    module.add_function(wrap_pyfunction!(home_node, module)?)?;
     module.add_function(wrap_pyfunction!(measure_link, module)?)?;
     module.add_class::<store::SecretStore>()?;
     simulate::register(module)?;
@@ -123,6 +125,28 @@ fn cuda_devices() -> PyResult<(String, Vec<String>)> {
         Ok((format!("a driver of {} {version}", provider()?), names))
     });
     found.map_err(|error| PyOSError::new_err(error.to_string()))
+}
+
+/// A node: its number, the runs of its CPUs, and how far the nodes are from it.
+type NumaNode = (u32, Vec<(u32, u32)>, Vec<u32>);
+
+/// The NUMA nodes that the folder `sys` tells of, which is `/sys` outside tests.
+#[pyfunction]
+fn numa_nodes(sys: PathBuf) -> Vec<NumaNode> {
+    let found = ncclx_rs::sys::numa::Nodes::read(&sys);
+    found.iter().map(|node| (node.number, node.cpus.clone(), node.distances.clone())).collect()
+}
+
+/// The NUMA node that a rank is on which may run where this thread may, and why its memory may not lie there, if so; none if that is
+/// no one of several.
+#[pyfunction]
+fn home_node() -> PyResult<Option<(u32, Option<String>)>> {
+    let config = ncclx_rs::config::Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let node = ncclx_rs::sys::numa::settled(config.numa_node).number();
+    Ok(node.map(|node| {
+        let home = ncclx_rs::sys::numa::Home::at(node);
+        (home.node, home.refused)
+    }))
 }
 
 /// Measures what two cores of this host can exchange through memory: figures by name.

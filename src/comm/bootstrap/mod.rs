@@ -100,7 +100,7 @@ pub fn join(
             host_id: host.id.clone(),
             addresses: addresses(keys)?,
             process: ProcessId::own(),
-            cpus: Cpus::new(cpus, quota),
+            cpus: Cpus::new(cpus, quota).on_node(config.numa_node.number().filter(|_| config.numa_collectives)),
             build: Build::own(),
             world_size,
             name: name.to_string(),

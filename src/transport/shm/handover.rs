@@ -123,7 +123,7 @@ mod tests {
             let (mut near, far) = UnixStream::pair().unwrap();
             drop(far);
             let opening = Opening::new(identity.clone(), Rank(1)).aged(age);
-            let (_, ring) = ShmRing::create(rustix::param::page_size()).unwrap();
+            let (_, ring) = ShmRing::create(rustix::param::page_size(), None).unwrap();
             RingHandover { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
         };
         for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {

@@ -39,6 +39,8 @@ pub struct RingSettings {
     pub peer_can_read: bool,
     /// How it reads those of others.
     pub line_ownership: Switch,
+    /// The NUMA node that it is on, from which others take the memory of those that it reads.
+    pub node: Option<u32>,
 }
 
 /// The transport of one communicator.
@@ -48,7 +50,7 @@ pub struct ShmTransport {
     poller: Poller,
     settings: RingSettings,
     /// What the listener's name is made of.
-    token: [u8; 16],
+    token: [u8; TOKEN_BYTES],
     listener: Watched<UnixListener>,
     pending: Pending<UnixStream>,
 }
@@ -72,7 +74,9 @@ impl Transport for ShmTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        self.token.to_vec()
+        // The number of a node is less than 1024, and other hosts have no use for it.
+        let node = self.settings.node.map(|node| (node as u16).to_le_bytes());
+        self.token.iter().chain(node.iter().flatten()).copied().collect()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
@@ -83,7 +87,9 @@ impl Transport for ShmTransport {
             _ if limits::is_shortage(&error) => shortage::while_opening(error, size),
             _ => LinkDown::unfit(format!("its Unix socket cannot be called: {error}")),
         };
-        let stream = socket::connect_unix(&socket_name(address)).map_err(gone)?;
+        let (token, node) = address.split_at(TOKEN_BYTES.min(address.len()));
+        let node = node.try_into().ok().map(|node| u16::from_le_bytes(node).into());
+        let stream = socket::connect_unix(&socket_name(token)).map_err(gone)?;
         let lacking = |error: io::Error| {
             if limits::lacks_descriptors(&error) {
                 return shortage::while_opening(error, size);
@@ -94,7 +100,7 @@ impl Transport for ShmTransport {
                 _ => LinkDown::unfit(cause),
             }
         };
-        let (ring, fd) = ShmRing::create(self.settings.bytes).map_err(lacking)?;
+        let (ring, fd) = ShmRing::create(self.settings.bytes, node).map_err(lacking)?;
         let stream = self.poller.watch_named(stream, Interest::Read, StreamName::To(peer));
         let doorbell = Doorbell::new(stream.map_err(|error| shortage::while_opening(error, size))?);
         let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
@@ -131,9 +137,12 @@ impl Transport for ShmTransport {
     }
 }
 
-/// The name of the Unix socket at which a rank with this address listens.
-fn socket_name(address: &[u8]) -> Vec<u8> {
-    let digits = address.iter().map(|byte| format!("{byte:02x}"));
+/// The bytes of an address but for the number of a node, which follows in two where the rank is on one of several.
+const TOKEN_BYTES: usize = 16;
+
+/// The name of the Unix socket at which a rank with this token listens.
+fn socket_name(token: &[u8]) -> Vec<u8> {
+    let digits = token.iter().map(|byte| format!("{byte:02x}"));
     format!("ncclx_rs-{}", digits.collect::<String>()).into_bytes()
 }
 

@@ -3,7 +3,10 @@
 use rustix::process::Uid;
 
 use super::*;
+use crate::config::NumaNode;
 use crate::error::Down;
+use crate::sys::numa;
+use crate::sys::shm_ring::before_ring;
 use crate::sys::socket::connect_unix;
 use crate::sys::team::Team;
 use crate::transport::auth::Secret;
@@ -14,8 +17,14 @@ use crate::transport::{MemoryAddress, RecvStream};
 const OTHER_USER: u32 = 54_321;
 
 fn transport(me: u32) -> ShmTransport {
+    on_node(me, None)
+}
+
+/// The same on a NUMA node.
+fn on_node(me: u32, node: Option<u32>) -> ShmTransport {
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret: Secret::new([5; 32]) };
-    let settings = RingSettings { bytes: rustix::param::page_size(), peer_can_read: false, line_ownership: Switch::On };
+    let (bytes, line_ownership) = (rustix::param::page_size(), Switch::On);
+    let settings = RingSettings { bytes, peer_can_read: false, line_ownership, node };
     ShmTransport::new(identity, Poller::new().unwrap(), settings).unwrap()
 }
 
@@ -84,6 +93,31 @@ fn what_was_sent_before_the_end_is_shown_until_it_is_consumed() {
     }
     assert_eq!(recv_stream.peek().unwrap_err(), recv_stream.end().unwrap());
     assert!(recv_stream.read(&mut [0; 8]).is_err());
+}
+
+#[test]
+fn a_ring_lies_where_its_reader_says() {
+    let Some(node) = numa::tests::usable_node() else { return };
+    // A size that no other test has.
+    let bytes = 1 << 22;
+    let on = |me, node| {
+        let mut transport = on_node(me, node);
+        transport.settings.bytes = bytes;
+        transport
+    };
+    for (opens, accepts, policy) in [
+        (None, None, "default".to_owned()),
+        (Some(node), None, "default".to_owned()),
+        (None, Some(node), format!("prefer:{node}")),
+        // No such node: the ring is as good.
+        (Some(node), Some(NumaNode::MAX), "default".to_owned()),
+    ] {
+        let (mut opener, mut acceptor) = (on(0, opens), on(1, accepts));
+        let (mut send_stream, mut recv_stream) = opened(&mut opener, &mut acceptor, Detour::Possible);
+        assert_eq!(send_stream.write(b"one", &[]).unwrap(), 3);
+        assert_eq!(recv_stream.peek().unwrap(), b"one");
+        assert_eq!(numa::tests::policies(before_ring() + bytes), [policy.as_str(); 2], "{opens:?} to {accepts:?}");
+    }
 }
 
 /// A stream from rank 0 to rank 1 through a ring of a page, and the poller of each.

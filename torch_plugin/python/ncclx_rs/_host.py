@@ -45,6 +45,32 @@ class Limits:
     memfd: bool
 
 
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node that is online.
+
+    `cpus` are the first and the last number of each run of its CPUs; a node of memory alone has none. `distances` are
+    those of all nodes from it, in their order; its own is 10.
+    """
+
+    number: int
+    cpus: list[tuple[int, int]]
+    distances: list[int]
+
+    def has(self, cpu: int) -> bool:
+        """Whether the CPU belongs to it."""
+        return any(first <= cpu <= last for first, last in self.cpus)
+
+
+def nodes(root: Path = ROOT) -> list[Node]:
+    """The host's NUMA nodes; none where the kernel does not know of them.
+
+    Args:
+        root: the folder that stands for the file system's root.
+    """
+    return [Node(*node) for node in native().numa_nodes(root / "sys")]
+
+
 def interfaces(root: Path = ROOT) -> list[Interface]:
     """The host's interfaces that have addresses, in the kernel's order.
 

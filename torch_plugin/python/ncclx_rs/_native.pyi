@@ -55,6 +55,21 @@ def descriptors_of(ranks: int) -> int:
 def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
 
+def numa_nodes(sys: str | PathLike[str]) -> list[tuple[int, list[tuple[int, int]], list[int]]]:
+    """The NUMA nodes that the folder ``sys`` tells of, ``/sys`` outside tests.
+
+    Of each node its number, the first and last number of each run of its CPUs, and how far the nodes are from it.
+    """
+
+def home_node() -> tuple[int, str | None] | None:
+    """The NUMA node that a rank is on which may run where this thread may; None if that is no one of several.
+
+    Beside its number: why the system does not let the rank's memory lie there, None if it does.
+
+    Raises:
+        ValueError: a setting has a value that is none of its own.
+    """
+
 def measure_link(writer: int, reader: int) -> list[tuple[str, float | None]]:
     """Measures what two cores of this host can exchange through memory, in about a second: figures by name.
 

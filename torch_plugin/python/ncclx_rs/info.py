@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ncclx_rs import _host
-from ncclx_rs._host import Interface, Limits
+from ncclx_rs._host import Interface, Limits, Node
 from ncclx_rs._load import native
 from ncclx_rs._vendor import LIBRARIES, VendorLibrary, find_vendor_library
 from ncclx_rs.bench.report import size_text
@@ -29,7 +29,9 @@ class Info:
     """What is here.
 
     `problems` says why a vendor's library cannot be used, for those that cannot; `cuda` is the driver's version, or why
-    there is no driver. `advertised` are the addresses that ranks of this host tell the others, the best first.
+    there is no driver. `nodes` are the host's NUMA nodes, and `home` is that of a rank which may run where this process
+    may, with the reason why its memory may not lie there, if so; None if it is on no one of several. `advertised` are
+    the addresses that ranks of this host tell the others, the best first.
     """
 
     ncclx_rs: str
@@ -43,6 +45,8 @@ class Info:
     interfaces: list[Interface]
     advertised: list[str]
     limits: Limits
+    nodes: list[Node]
+    home: tuple[int, str | None] | None
     world: World
 
 
@@ -134,6 +138,8 @@ def gather(ranks: int = 8, hosts: int = 1) -> Info:
         interfaces=_host.interfaces(),
         advertised=advertised,
         limits=limits,
+        nodes=_host.nodes(),
+        home=module.home_node(),
         world=world_of(ranks, hosts, limits),
     )
 
@@ -173,11 +179,28 @@ def _host_lines(info: Info) -> list[tuple[str, str]]:
     locked = "unlimited" if limits.locked_bytes is None else f"{limits.locked_bytes >> 10} KiB"
     shm = "not there" if limits.shm_free_bytes is None else f"{limits.shm_free_bytes >> 20} MiB free"
     lines.append(("shared", f"/dev/shm {shm} (not needed here), locked memory {locked}"))
+    lines += _node_lines(info)
     scope = "not set" if limits.ptrace_scope is None else str(limits.ptrace_scope)
     allowed = "allowed" if limits.reads_memory else "refused"
     seccomp = ", under a seccomp filter" if limits.seccomp else ""
     lines.append(("ptrace", f"process_vm_readv {allowed}, kernel.yama.ptrace_scope {scope}{seccomp}"))
     return lines
+
+
+def _node_lines(info: Info) -> list[tuple[str, str]]:
+    if len(info.nodes) < 2:
+        return [("NUMA", "one node" if info.nodes else "the kernel tells of no nodes")]
+    lines: list[tuple[str, str]] = []
+    for node in info.nodes:
+        runs = [str(first) if first == last else f"{first}-{last}" for first, last in node.cpus]
+        cpus = f"CPUs {','.join(runs)}" if runs else "no CPUs"
+        distances = f", distances {' '.join(map(str, node.distances))}" if node.distances else ""
+        lines.append(("" if lines else "NUMA", f"node {node.number}: {cpus}{distances}"))
+    if info.home is None:
+        return [*lines, ("", "a rank that runs where this process may is on no one of them")]
+    number, refused = info.home
+    memory = "and so is the memory that others write to for it" if refused is None else f"but not its memory: {refused}"
+    return [*lines, ("", f"a rank that runs where this process may is on node {number}, {memory}")]
 
 
 def _world_lines(world: World) -> list[tuple[str, str]]:

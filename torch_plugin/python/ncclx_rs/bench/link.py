@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
+from ncclx_rs import _host
 from ncclx_rs._native import measure_link
 
 # The version of the JSON, raised when a reader would have to change.
@@ -51,15 +53,30 @@ def measure(cpus: tuple[int, int] | None) -> dict[str, Any]:
         if len(usable) < 2:
             raise OSError(f"this process may run on one core alone, {usable[0]}")
         cpus = usable[0], usable[1]
-    return {"schema": SCHEMA, "cpus": list(cpus), **dict(measure_link(*cpus))}
+    return {"schema": SCHEMA, "cpus": list(cpus), **_place(cpus), **dict(measure_link(*cpus))}
+
+
+def _place(cpus: tuple[int, int], root: Path = _host.ROOT) -> dict[str, Any]:
+    """The NUMA nodes of two cores, and how far they are from each other; None where the kernel does not tell."""
+    nodes = _host.nodes(root)
+    places = [next((place for place, node in enumerate(nodes) if node.has(cpu)), None) for cpu in cpus]
+    writer, reader = places
+    distances = [] if writer is None or reader is None else nodes[writer].distances
+    return {
+        "nodes": [None if place is None else nodes[place].number for place in places],
+        "distance": distances[reader] if reader is not None and reader < len(distances) else None,
+    }
 
 
 def table(link: dict[str, Any]) -> str:
     """The figures as lines."""
     memcpy = link["memcpy"]
     writer, reader = link["cpus"]
+    where = ""
+    if link["distance"] is not None:
+        where = f", NUMA nodes {link['nodes'][0]} and {link['nodes'][1]} at distance {link['distance']}"
     lines = [
-        f"# link from core {writer} to core {reader}: rates in GB/s, and as shares of memcpy's",
+        f"# link from core {writer} to core {reader}{where}: rates in GB/s, and as shares of memcpy's",
         f"{'round trip of a line':36} {link['round_trip']:8.0f} ns",
     ]
     lines += [f"{text:36} {link[name]:8.2f} GB/s {link[name] / memcpy:7.2f}" for name, text in _RATES.items()]
