@@ -19,10 +19,12 @@ use crate::error::InitError;
 
 mod engine;
 mod nccl_fields;
+mod threads;
 mod transports;
 
 pub use engine::EngineChoice;
 pub use nccl_fields::NcclFields;
+pub use threads::Threads;
 pub use transports::{TransportChoice, UcxChoice};
 
 macro_rules! options {
@@ -136,6 +138,9 @@ options! {
     nccl_ranks_per_root: usize, "nccl_ranks_per_root", "128", &["TORCH_NCCL_RANKS_PER_ROOT"],
         "How many ranks meet at one of them when a communicator of NCCL or RCCL begins; more ranks have several such roots. 0: \
          all meet at one.";
+    threads: Threads, "threads", "auto", &[],
+        "How many further threads of this process share a long copy or reduction within a host with the thread that makes progress; \
+         0 for none. auto: this rank's share of the host's CPUs but one, at most 7, and none in a forked child. Ranks may differ.";
     spin: Spin, "spin_microseconds", "auto", &[],
         "How long a waiting thread polls before it sleeps; where ranks share a core, it yields the core after each poll. \
          auto is 50, and 100 where the host has fewer cores than ranks.";
@@ -480,6 +485,14 @@ impl Value for NcclFields {
     }
 }
 
+impl Value for Threads {
+    const EXPECTED: &'static str = Threads::FORM;
+
+    fn parse(text: &str) -> Option<Self> {
+        Threads::read(text)
+    }
+}
+
 impl Value for Switch {
     const EXPECTED: &'static str = "auto, on or off";
 
@@ -698,6 +711,16 @@ mod tests {
             assert_eq!(bool::parse(text), Some(value));
         }
         assert_eq!(bool::parse("maybe"), None);
+    }
+
+    #[test]
+    fn threads_are_a_number_or_chosen() {
+        let threads = |value| resolve(&[], &[("threads", value)]).map(|config| config.threads);
+        assert_eq!(threads(""), Ok(Threads::Auto));
+        assert_eq!([threads("0"), threads("255")], [0, 255].map(|threads| Ok(Threads::Exactly(threads))));
+        let error = "the hint threads is `256`: expected auto or a whole number up to 255".to_owned();
+        assert_eq!(threads("256"), Err(InitError::Config(error)));
+        assert!(threads("-1").is_err() && threads("many").is_err());
     }
 
     #[test]

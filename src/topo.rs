@@ -109,6 +109,25 @@ impl Cpus {
         let all = merged(runs).into_iter().map(length).sum::<usize>();
         all.min(quotas.into_iter().max().unwrap_or(0))
     }
+
+    /// How many whole CPUs a rank that may run on these has for itself, if each CPU is shared evenly by all of `ranks`, it among
+    /// them, that may run there. A quota is shared by all.
+    ///
+    /// ```
+    /// use ncclx_rs::topo::Cpus;
+    /// let [one, other] = [0..6, 4..8].map(|cpus| Cpus::new(cpus, None));
+    /// assert_eq!(one.share([&one, &other]), 5);
+    /// ```
+    pub fn share<'a>(&self, ranks: impl IntoIterator<Item = &'a Cpus>) -> usize {
+        let ranks: Vec<&Cpus> = ranks.into_iter().collect();
+        let includes = |rank: &Cpus, cpu| rank.runs.iter().any(|(first, last)| (*first..=*last).contains(&cpu));
+        let users = |cpu| ranks.iter().filter(|rank| includes(rank, cpu)).count();
+        let own = self.runs.iter().flat_map(|(first, last)| *first..=*last);
+        let share: f64 = own.map(|cpu| 1.0 / users(cpu).max(1) as f64).sum();
+        let quota = self.quota.map_or(usize::MAX, |quota| quota as usize / ranks.len().max(1));
+        // Thirds of three CPUs are one, also as they are added here.
+        ((share + 1e-6) as usize).min(quota)
+    }
 }
 
 /// Merges runs into runs that neither overlap nor touch, in order. A run that ends before it begins is dropped.
@@ -149,6 +168,18 @@ mod tests {
         let quota = |quota| Cpus::new(0..8, quota);
         assert_eq!(shared(&[quota(Some(2)), quota(Some(3))]), 3);
         assert_eq!(shared(&[quota(Some(2)), quota(None)]), 8);
+    }
+
+    #[test]
+    fn a_rank_has_its_share_of_each_cpu() {
+        let bound = |cpus: std::ops::Range<u32>| Cpus::new(cpus, None);
+        let shares = |ranks: &[Cpus]| ranks.iter().map(|rank| rank.share(ranks)).collect::<Vec<_>>();
+        assert_eq!(shares(&[bound(0..64), bound(0..64)]), [32, 32], "not bound");
+        assert_eq!(shares(&[bound(0..8), bound(8..9), bound(8..16)]), [8, 0, 7], "some bound");
+        assert_eq!(shares(&[bound(0..3), bound(0..3), bound(0..3)]), [1, 1, 1]);
+        assert_eq!(shares(&[Cpus::new(0..64, Some(9)), bound(64..65)]), [4, 1], "a quota is for all");
+        assert_eq!(bound(0..4).share([]), 4);
+        assert_eq!(bound(0..4).share(&[bound(0..4), Cpus { runs: vec![(0, u32::MAX), (9, 3)], quota: None }]), 2);
     }
 
     #[test]

@@ -30,6 +30,7 @@ use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
 use crate::sys::poller::Poller;
+use crate::sys::team::Team;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
 use crate::types::{Frame, Rank, Source};
@@ -172,6 +173,8 @@ impl Communicator {
         let here = &topo.hosts()[topo.host_of(rank)];
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
+        let cpus = |rank: &Rank| &ranks[rank.index()].cpus;
+        let team = Team::chosen(config.threads, || cpus(&rank).share(here.iter().map(cpus)));
         let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
             let first = directory.first_transports().map(|transport| transports.name(transport)).collect();
@@ -187,6 +190,7 @@ impl Communicator {
                 tuned,
                 cores,
                 is_oversubscribed: oversubscribed,
+                team,
             };
             log::info!("{summary}");
         }
@@ -200,6 +204,7 @@ impl Communicator {
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
+        engine.context.rndv.team = team;
         engine.collectives.algorithm.clone_from(&config.algorithm);
         engine.collectives.plans.tuning = tuning;
         engine.collectives.scratch_limit = ScratchLimit::at_most(scratch_bytes);
@@ -445,18 +450,20 @@ impl Communicator {
             // What goes to a rank that is lost fails there.
             let reached = engine.windows.reached(window, peer).filter(|_| engine.context.lost(peer).is_none());
             match (&access, reached) {
-                (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => copies = Some((parts, access, work.clone())),
+                (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => {
+                    copies = Some((parts, access, work.clone(), engine.context.rndv.team));
+                }
                 _ => engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() }),
             }
             Ok(Submitted::Pending(work))
         })?;
-        if let Some((parts, access, work)) = copies {
+        if let Some((parts, access, work, team)) = copies {
             // Without the engine's lock: it may be long.
             match access {
-                RmaOp::Put { offset, from } => parts.of(peer.index(), offset, from.len()).copy_from(&from),
+                RmaOp::Put { offset, from } => parts.of(peer.index(), offset, from.len()).copy_from(&from, team),
                 RmaOp::Get { offset, mut into } => {
                     let len = into.len();
-                    into.copy_from(&parts.of(peer.index(), offset, len));
+                    into.copy_from(&parts.of(peer.index(), offset, len), team);
                 }
                 _ => unreachable!("only puts and gets are copies"),
             }

@@ -6,6 +6,7 @@ use std::fmt;
 use crate::comm::address;
 use crate::config::Config;
 use crate::sys::net::{self, Interface};
+use crate::sys::team::Team;
 use crate::topo::Topology;
 use crate::types::Rank;
 
@@ -24,6 +25,8 @@ pub(super) struct Summary<'a> {
     /// The cores that the ranks of this host share.
     pub(super) cores: usize,
     pub(super) is_oversubscribed: bool,
+    /// The threads that share this rank's long copies and reductions.
+    pub(super) team: Team,
 }
 
 impl fmt::Display for Summary<'_> {
@@ -47,7 +50,8 @@ impl fmt::Display for Summary<'_> {
         }
         let crowd = if self.is_oversubscribed { ", oversubscribed" } else { "" };
         let (ring, eager) = (config.shm_ring_bytes.get(), config.eager_bytes.get());
-        write!(f, "cores: {}{crowd}; memory: {ring} bytes a ring, {eager} a message sent unasked", self.cores)
+        write!(f, "cores: {}{crowd}; threads for long copies: {}; ", self.cores, self.team.threads())?;
+        write!(f, "memory: {ring} bytes a ring, {eager} a message sent unasked")
     }
 }
 
@@ -85,12 +89,13 @@ mod tests {
             tuned: 3,
             cores: 1,
             is_oversubscribed: true,
+            team: Team::of(2),
         };
         assert_eq!(
             summary.to_string(),
             "communicator `main` rank 1 of 4: 2 on this host, 2 in all; transports: shm to 1, tcp to 2; interfaces: \
              eth0 10.0.0.1; algorithms: ring where it can, then 3 rows of rank 0's tuning file, then the engine's table; \
-             cores: 1, oversubscribed; memory: 262144 bytes a ring, 7 a message sent unasked"
+             cores: 1, oversubscribed; threads for long copies: 3; memory: 262144 bytes a ring, 7 a message sent unasked"
         );
         let alone = Summary { transports: vec![], tuned: 0, is_oversubscribed: false, ..summary };
         assert!(alone.to_string().contains("transports: none; "));

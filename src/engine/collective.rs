@@ -21,6 +21,7 @@ use crate::error::{Error, rank_list};
 use crate::schedule::{Action, Slice, Space, StepId};
 use crate::signature::Signature;
 use crate::sync::Arc;
+use crate::sys::team::Team;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
 
@@ -36,37 +37,57 @@ pub(crate) struct Request {
 
 impl Request {
     /// Takes a step that needs no other rank, of as many as `world`.
-    pub(crate) fn compute(&self, action: Action, world: usize) {
-        let dtype = self.dtype;
-        let region = |slice| self.spaces.region(slice);
+    pub(crate) fn compute(&self, action: Action, world: usize, team: Team) {
+        let (dtype, spaces) = (self.dtype, &self.spaces);
+        let region = |slice| spaces.region(slice);
+        let size = |slice| spaces.element_bytes(slice);
         match action {
             Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
             // In place. `copy_from` would find that out run by run.
             Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
             Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
-                self.spaces.each_block(into, from, |into, blocks| reduce::widen(dtype, into, blocks[0]));
+                spaces.each_block(into, from, |run, blocks| {
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::widen(dtype, run, blocks[0])
+                    });
+                });
             }
-            Action::Copy { from, into } => region(into).copy_from(&region(from)),
+            Action::Copy { from, into } => region(into).copy_from(&region(from), team),
             Action::Reduce { from, into } => {
                 let operands = self.operands(into);
-                region(into).zip(&region(from), |into, from| reduce::combine(operands, into, from));
+                region(into).zip(&region(from), |run, block| {
+                    team.spread((run, size(into)), (&[block], size(from)), |run, blocks| {
+                        reduce::combine(operands, run, blocks[0])
+                    });
+                });
             }
             Action::Fold { from, into, position } => {
-                let operands = self.operands(into);
-                let position = position as usize;
-                self.spaces.each_block(into, from, |into, blocks| reduce::fold(operands, into, position, blocks));
+                let (operands, position) = (self.operands(into), position as usize);
+                spaces.each_block(into, from, |run, blocks| {
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::fold(operands, run, position, blocks)
+                    });
+                });
             }
             Action::Scale { slice } => {
                 if let Some(ReduceOp::PreMulSum(factor)) = self.reduce {
-                    region(slice).each_mut(|run| reduce::scale(dtype, factor, run));
+                    region(slice).each_mut(|run| {
+                        team.spread((run, size(slice)), (&[], size(slice)), |run, _| reduce::scale(dtype, factor, run));
+                    });
                 }
             }
             Action::Average { from, into } if from == into => {
-                region(into).each_mut(|run| reduce::divide(dtype, world, run));
+                region(into).each_mut(|run| {
+                    team.spread((run, size(into)), (&[], size(into)), |run, _| reduce::divide(dtype, world, run));
+                });
             }
             Action::Average { from, into } => {
                 let operands = self.operands(from);
-                self.spaces.each_block(into, from, |into, blocks| reduce::average(operands, world, into, blocks));
+                spaces.each_block(into, from, |run, blocks| {
+                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
+                        reduce::average(operands, world, run, blocks)
+                    });
+                });
             }
         }
     }
@@ -398,7 +419,7 @@ impl Collectives {
             Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(ctx, step, from, message),
             _ => {
                 let sequence = active.sequence;
-                active.request.compute(action, ctx.size());
+                active.request.compute(action, ctx.size(), ctx.rndv.team);
                 self.step_done(sequence, step);
             }
         }

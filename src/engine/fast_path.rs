@@ -154,7 +154,7 @@ impl Engine {
                     })
                 }
                 action => {
-                    request.compute(action, self.context.size());
+                    request.compute(action, self.context.size(), self.context.rndv.team);
                     StepState::Done
                 }
             };

@@ -7,6 +7,7 @@ use crate::engine::frame::{Encoded, Header};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
+use crate::sys::team::Team;
 use crate::transport::{MemoryAddress, RecvStream, RingStats};
 
 /// What is at the head of a stream where a certain frame is expected.
@@ -146,8 +147,8 @@ impl Inbox {
     }
 
     /// Copies bytes of the peer's memory; see [`RecvStream::read_memory`].
-    pub(crate) fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
-        self.recv_stream.read_memory(from, into)
+    pub(crate) fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8], team: Team) -> io::Result<usize> {
+        self.recv_stream.read_memory(from, into, team)
     }
 
     /// How often the peer has invalidated memory whose address it had sent.

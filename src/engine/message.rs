@@ -224,7 +224,7 @@ impl Messages {
         match self.take_posted(ctx.me, tag) {
             Some(posted) => {
                 if let Some(mut buffer) = self.buffer(ctx, &posted, ctx.me, region.len() as u64) {
-                    buffer.region.copy_from(region);
+                    buffer.region.copy_from(region, ctx.rndv.team);
                     self.done(ctx, posted.id, Some(ctx.me));
                 }
                 self.done(ctx, id, None);

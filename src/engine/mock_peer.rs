@@ -17,6 +17,7 @@ use crate::error::LinkDown;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::poller::StreamName;
+use crate::sys::team::Team;
 use crate::topo::Topology;
 use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport, Watcher};
 use crate::types::{DType, Rank, Tag};
@@ -318,7 +319,7 @@ impl RecvStream for Receiving {
         lock(&self.wire).patience()
     }
 
-    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8], _: Team) -> io::Result<usize> {
         let wire = lock(&self.wire);
         let there = (from.address as usize).checked_sub(1).and_then(|at| wire.memory.get(at..));
         let there = there.filter(|there| !there.is_empty());

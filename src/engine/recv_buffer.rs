@@ -3,6 +3,7 @@
 use crate::engine::completion::Completion;
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::Region;
+use crate::sys::team::Team;
 
 /// What happens to received elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +41,11 @@ impl RecvBuffer {
 
     /// Takes bytes that have come, as many as make whole elements; returns how many.
     pub(crate) fn take(&mut self, bytes: &[u8]) -> usize {
+        self.take_by(Team::ALONE, bytes)
+    }
+
+    /// The same, where a team combines elements.
+    pub(crate) fn take_by(&mut self, team: Team, bytes: &[u8]) -> usize {
         match self.action {
             RecvAction::Store => {
                 self.region.write(self.received, bytes);
@@ -52,7 +58,11 @@ impl RecvBuffer {
                 while done < whole {
                     let run = self.region.run_mut(self.received);
                     let take = run.len().min(whole - done);
-                    reduce::combine(operands, &mut run[..take], &bytes[done..done + take]);
+                    let (run, from) = (&mut run[..take], &bytes[done..done + take]);
+                    let element = operands.size();
+                    team.spread((run, element), (&[from], element), |run, from| {
+                        reduce::combine(operands, run, from[0])
+                    });
                     done += take;
                     self.received += take;
                 }

@@ -21,6 +21,7 @@ use crate::device::network::NetworkMemory;
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
 use crate::sys::segment::MappedMemory;
+use crate::sys::team::Team;
 use crate::types::DType;
 
 /// Bytes that lie in one run.
@@ -39,6 +40,12 @@ impl Piece {
         let is_inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(is_inside, "{len} bytes at {offset} of a run of {}", self.len);
         Piece { ptr: self.ptr.wrapping_add(offset), len }
+    }
+
+    /// At most so many pieces, end to end, which begin at multiples of a cache line's bytes from the beginning.
+    fn cut(self, parts: usize) -> impl Iterator<Item = Piece> {
+        let each = self.len.div_ceil(parts).next_multiple_of(64).max(1);
+        (0..self.len).step_by(each).map(move |offset| self.part(offset, each.min(self.len - offset)))
     }
 }
 
@@ -204,15 +211,27 @@ impl Region {
     }
 
     /// Copies `from` here, in runs; runs that are the same memory are left alone.
-    pub(crate) fn copy_from(&mut self, from: &Region) {
+    pub(crate) fn copy_from(&mut self, from: &Region, team: Team) {
         let mut at = 0;
         while at < self.len() {
             let (source, available) = from.locate(at);
             let (target, room) = self.locate(at);
             let take = available.min(room);
-            if source != target {
+            let overlaps = source.addr().abs_diff(target.addr()) < take;
+            // What overlaps is copied in one order.
+            let parts = if overlaps { 1 } else { team.parts(2 * take) };
+            if source == target {
+                // In place.
+            } else if parts == 1 {
                 // SAFETY: both ranges lie in one piece each, valid by the buffers' contract; `copy` allows overlap.
                 unsafe { std::ptr::copy(source, target, take) };
+            } else {
+                let [into, from] = [target, source].map(|ptr| Piece { ptr, len: take });
+                let mut pieces: Vec<(Piece, Piece)> = into.cut(parts).zip(from.cut(parts)).collect();
+                team.each(&mut pieces, |(into, from)| {
+                    // SAFETY: as above, of a part of each; these do not overlap, and no two threads get the same.
+                    unsafe { std::ptr::copy_nonoverlapping(from.ptr, into.ptr, into.len) };
+                });
             }
             at += take;
         }
@@ -383,6 +402,11 @@ impl Spaces {
             f(&mut run[..take * element], &blocks);
             at += take;
         }
+    }
+
+    /// Bytes per element where `slice` lies.
+    pub(crate) fn element_bytes(&self, slice: Slice) -> usize {
+        self.space(slice).1
     }
 
     /// Whether two slices begin at the same byte, each in a space of one run: mostly those of an operation in place.

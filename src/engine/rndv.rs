@@ -19,6 +19,7 @@ use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, Rts
 use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::single_copy::{ReadEnd, Reading, Reads};
+use crate::sys::team::Team;
 use crate::transport::MemoryAddress;
 use crate::types::Rank;
 
@@ -40,6 +41,8 @@ pub(crate) struct Rendezvous {
     pub(crate) single_copy_bytes: usize,
     /// The host has more ranks than cores, or no thread is to poll.
     pub(crate) oversubscribed: bool,
+    /// The threads that share copies and reductions.
+    pub(crate) team: Team,
     /// Own messages whose RTS has been sent, by token.
     pending_sends: FxHashMap<u64, PendingSend>,
     next_token: u64,
@@ -57,6 +60,7 @@ impl Rendezvous {
             eager_bytes: 8192,
             single_copy_bytes: 0,
             oversubscribed: false,
+            team: Team::ALONE,
             pending_sends: FxHashMap::default(),
             next_token: 0,
             recv_buffers: FxHashMap::default(),
@@ -202,7 +206,7 @@ impl Rendezvous {
     /// Whether to read a message where it lies, rather than ask for it.
     fn prefers_reading(&self, from: Rank, address: MemoryAddress, is_busy: bool, buffer: &RecvBuffer) -> bool {
         let is_busy = || is_busy || self.pending_sends.values().any(|pending| pending.to == from);
-        Reads::is_faster(address, buffer, self.oversubscribed, is_busy)
+        Reads::is_faster(address, buffer, self.oversubscribed, self.team, is_busy)
     }
 
     /// Tells the sender of a message that there is a buffer for it.
@@ -249,7 +253,7 @@ impl Rendezvous {
         let mut moved = false;
         let mut index = 0;
         while index < self.reads.len() {
-            match self.reads.read_on(index, endpoints) {
+            match self.reads.read_on(index, endpoints, self.team) {
                 ReadEnd::More => moved = true,
                 ReadEnd::Stale => {}
                 ReadEnd::Whole(reading) => {

@@ -15,6 +15,7 @@ use crate::engine::frame::{FrameKind, Header, MatchSpace};
 use crate::engine::inbox::Inbox;
 use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
+use crate::sys::team::Team;
 use crate::transport::MemoryAddress;
 use crate::types::Rank;
 
@@ -102,10 +103,13 @@ impl Reads {
         address: MemoryAddress,
         buffer: &RecvBuffer,
         oversubscribed: bool,
+        team: Team,
         is_sender_busy: impl FnOnce() -> bool,
     ) -> bool {
         match buffer.action {
             _ if address.segment.is_some() => true,
+            // The sender has one thread to copy into the ring.
+            _ if !team.is_alone() => true,
             // Combined as they come out of the ring, elements are not copied here at all.
             RecvAction::Reduce(..) => oversubscribed,
             RecvAction::Store if buffer.region.len() < OVERLAP_BYTES => true,
@@ -114,12 +118,12 @@ impl Reads {
     }
 
     /// Reads on in the message at `index`, a bounded amount. A message that has come to its end leaves the list.
-    pub(crate) fn read_on(&mut self, index: usize, endpoints: &mut Endpoints) -> ReadEnd {
+    pub(crate) fn read_on(&mut self, index: usize, endpoints: &mut Endpoints, team: Team) -> ReadEnd {
         let Reads { list, invalidated, bounce } = self;
         let reading = &mut list[index];
         let known = invalidated.get(reading.from);
         let read = match endpoints.inbox(reading.from) {
-            Some(inbox) => read_some(reading, inbox, known, bounce),
+            Some(inbox) => read_some(reading, inbox, known, bounce, team),
             None => Err(io::ErrorKind::NotConnected.into()),
         };
         match read {
@@ -169,7 +173,13 @@ enum Read {
 }
 
 /// Reads a bounded part of a message. `known` counts the `Invalidated` frames that have come from its sender.
-fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut Vec<u8>) -> io::Result<Read> {
+fn read_some(
+    reading: &mut Reading,
+    inbox: &mut Inbox,
+    known: u64,
+    bounce: &mut Vec<u8>,
+    team: Team,
+) -> io::Result<Read> {
     let Reading { address, buffer, .. } = reading;
     let mut budget = BYTES_PER_TURN;
     while !buffer.is_full() && budget > 0 {
@@ -178,12 +188,13 @@ fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut 
             RecvAction::Store => {
                 let run = buffer.region.run_mut(buffer.received);
                 let len = run.len().min(budget);
-                inbox.read_memory(at, &mut run[..len])?
+                inbox.read_memory(at, &mut run[..len], team)?
             }
             RecvAction::Reduce(..) => {
-                bounce.resize(BOUNCE_BYTES, 0);
-                let len = (buffer.region.len() - buffer.received).min(BOUNCE_BYTES);
-                inbox.read_memory(at, &mut bounce[..len])?
+                let most = (BOUNCE_BYTES * team.threads()).min(budget);
+                let len = (buffer.region.len() - buffer.received).min(most);
+                bounce.resize(bounce.len().max(len), 0);
+                inbox.read_memory(at, &mut bounce[..len], team)?
             }
         };
         if inbox.invalidations() != known {
@@ -194,7 +205,7 @@ fn read_some(reading: &mut Reading, inbox: &mut Inbox, known: u64, bounce: &mut 
                 buffer.received += count;
                 count
             }
-            RecvAction::Reduce(..) => buffer.take(&bounce[..count]),
+            RecvAction::Reduce(..) => buffer.take_by(team, &bounce[..count]),
         };
         if taken == 0 {
             return Err(io::Error::other("less than an element is there"));
@@ -210,7 +221,7 @@ const OVERLAP_BYTES: usize = 64 * 1024;
 /// How much of a message is read before other messages get their turn.
 const BYTES_PER_TURN: usize = 1 << 20;
 
-/// How much is read before it is combined: it stays in the processor's cache.
+/// How much each thread reads before it is combined: it stays in the processor's cache.
 const BOUNCE_BYTES: usize = 64 * 1024;
 
 #[cfg(test)]

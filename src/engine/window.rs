@@ -240,10 +240,12 @@ impl Windows {
 
     fn access_own(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, access: RmaOp) {
         match (access, self.exposed.get_mut(&window)) {
-            (RmaOp::Put { offset, from }, Some(exposed)) => exposed.region.part(offset, from.len()).copy_from(&from),
+            (RmaOp::Put { offset, from }, Some(exposed)) => {
+                exposed.region.part(offset, from.len()).copy_from(&from, ctx.rndv.team)
+            }
             (RmaOp::Get { offset, mut into }, Some(exposed)) => {
                 let len = into.len();
-                into.copy_from(&exposed.region.part(offset, len));
+                into.copy_from(&exposed.region.part(offset, len), ctx.rndv.team);
             }
             (RmaOp::Accumulate { offset, from, dtype }, Some(exposed)) => {
                 // A copy: the program may add a part of the window to another part of it.

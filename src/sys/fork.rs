@@ -70,6 +70,11 @@ impl Origin {
     }
 }
 
+/// Whether this process is a forked child of one that has used the engine.
+pub fn is_child() -> bool {
+    Origin::here() != Origin(0)
+}
+
 /// A file descriptor and its inode, since the number may be reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Descriptor {

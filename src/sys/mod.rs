@@ -20,5 +20,6 @@ pub mod shm_ring;
 pub mod simd;
 pub mod socket;
 pub mod tcp_info;
+pub mod team;
 pub mod ucx;
 pub mod words;

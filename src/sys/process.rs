@@ -62,12 +62,17 @@ pub fn current_cpu() -> u32 {
 
 /// Has this thread run on one CPU alone.
 pub fn bind_to_cpu(cpu: u32) -> io::Result<()> {
-    if cpu as usize >= CpuSet::MAX_CPU {
+    bind_to_cpus(&[cpu])
+}
+
+/// Has this thread run on these CPUs alone.
+pub fn bind_to_cpus(cpus: &[u32]) -> io::Result<()> {
+    if cpus.iter().any(|cpu| *cpu as usize >= CpuSet::MAX_CPU) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
-    let mut alone = CpuSet::new();
-    alone.set(cpu as usize);
-    Ok(rustix::thread::sched_setaffinity(None, &alone)?)
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(*cpu as usize));
+    Ok(rustix::thread::sched_setaffinity(None, &set)?)
 }
 
 /// The numbers of the CPUs that this thread may run on, and how many the system lets it use at a time, if fewer.

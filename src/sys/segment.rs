@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -274,11 +273,13 @@ fn map_segment(pid: i32, id: SegmentId, access: Access) -> io::Result<(NonNull<u
 pub struct PeerSegment {
     base: NonNull<u8>,
     len: usize,
-    _not_sync: PhantomData<*const u8>,
 }
 
 // SAFETY: the mapping is owned and stays at its address until drop.
 unsafe impl Send for PeerSegment {}
+
+// SAFETY: it is only read from, into memory that each reader has for itself.
+unsafe impl Sync for PeerSegment {}
 
 impl PeerSegment {
     /// Maps segment `id` of process `pid`.
@@ -287,7 +288,7 @@ impl PeerSegment {
     /// The segment is gone, or the system does not let this process open it.
     pub fn open(pid: i32, id: SegmentId) -> io::Result<PeerSegment> {
         let (base, len) = map_segment(pid, id, Access::Read)?;
-        Ok(PeerSegment { base, len, _not_sync: PhantomData })
+        Ok(PeerSegment { base, len })
     }
 
     /// Copies the bytes from `offset` on. An error if they lie beyond the segment's end.

@@ -26,6 +26,7 @@ use crate::error::LinkDown;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::TcpStats;
+use crate::sys::team::Team;
 use crate::types::Rank;
 
 pub use shortage::descriptors;
@@ -136,8 +137,9 @@ pub trait RecvStream: Send {
     /// The poller has named the stream, although it was not asked to. Whatever made it do so must not do it again and again.
     fn named(&mut self) {}
 
-    /// Copies bytes from the memory of the writer's process. Returns how many, at least one.
-    fn read_memory(&mut self, _from: MemoryAddress, _into: &mut [u8]) -> io::Result<usize> {
+    /// Copies bytes from the memory of the writer's process, by the threads of the team. Returns how many, at least one: so many
+    /// of the first.
+    fn read_memory(&mut self, _from: MemoryAddress, _into: &mut [u8], _team: Team) -> io::Result<usize> {
         Err(io::ErrorKind::Unsupported.into())
     }
 

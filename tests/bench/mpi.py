@@ -25,7 +25,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -115,15 +115,15 @@ class Contender:
         self._folder.cleanup()
 
 
-def engine(program: Path, ranks: int) -> Contender:
-    """The engine's ranks."""
+def engine(program: Path, ranks: int, name: str = ENGINE, variables: Mapping[str, str] | None = None) -> Contender:
+    """The engine's ranks, with these variables in their environment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     places = [
         {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for rank in range(ranks)
     ]
-    return Contender(ENGINE, [([str(program), "--serve"], place) for place in places], ranks)
+    return Contender(name, [([str(program), "--serve"], place | dict(variables or {})) for place in places], ranks)
 
 
 def mpi(name: str, folder: Path, ranks: int, builds: Path) -> Contender:

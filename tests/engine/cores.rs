@@ -33,8 +33,8 @@ fn found(name: &str, cores: &[usize]) -> Vec<String> {
 fn ranks_with_a_core_each_are_not_crowded() {
     let usable = sched_getaffinity(None).expect("this thread's cores");
     let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|core| usable.is_set(*core)).take(2).collect();
-    assert_eq!(found("on one core", &[cores[0]; 2]), ["cores: 1, oversubscribed"; 2]);
+    assert_eq!(found("on one core", &[cores[0]; 2]), ["cores: 1, oversubscribed; threads for long copies: 1"; 2]);
     let [one, other] = cores[..] else { return lacks("a second core") };
-    assert_eq!(found("on a core each", &[one, other]), ["cores: 2"; 2]);
-    assert_eq!(found("on two cores", &[one, other, one]), ["cores: 2, oversubscribed"; 3]);
+    assert_eq!(found("on a core each", &[one, other]), ["cores: 2; threads for long copies: 1"; 2]);
+    assert_eq!(found("on two cores", &[one, other, one]), ["cores: 2, oversubscribed; threads for long copies: 1"; 3]);
 }

@@ -34,6 +34,7 @@ mod rounds;
 mod schedules;
 mod secrets_redacted;
 mod stores;
+mod threads;
 mod tidy;
 mod tls;
 mod tuning;

@@ -147,11 +147,16 @@ impl Part<'_> {
 }
 
 fn everything_over(wire: Wire) {
+    everything_with(wire, "0");
+}
+
+/// The same, where so many threads of each rank share long copies and reductions.
+fn everything_with(wire: Wire, threads: &'static str) {
     for algorithm in algo::names() {
         for size in SIZES {
             let hosts: Vec<&str> = (0..size).map(|rank| host_of(wire, rank, size)).collect();
             let topo = Topology::new(&hosts);
-            world_hinted(wire, size, LIMIT, &[("algorithm", algorithm)], move |comm| {
+            world_hinted(wire, size, LIMIT, &[("algorithm", algorithm), ("threads", threads)], move |comm| {
                 let part =
                     Part { comm, algorithm, topo: &topo, me: comm.rank().index(), size, has_run: Cell::new(false) };
                 let blocks = BLOCKS.into_iter().chain([MEBIBYTE / size]);
@@ -173,6 +178,11 @@ fn everything_over(wire: Wire) {
 #[test]
 fn every_algorithm_is_right_over_shared_memory() {
     everything_over(Wire::Shm);
+}
+
+#[test]
+fn every_algorithm_is_right_with_teams_of_threads() {
+    everything_with(Wire::Shm, "3");
 }
 
 #[test]

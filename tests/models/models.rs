@@ -6,6 +6,9 @@
 #![allow(clippy::arc_with_non_send_sync, reason = "loom runs one thread at a time")]
 
 mod engine;
+#[path = "../../src/sys/team/pool.rs"]
+#[allow(dead_code, reason = "the engine's own tests use the rest")]
+mod pool;
 #[path = "../../src/device/record.rs"]
 mod record;
 #[path = "../../src/sys/ring_sync.rs"]
@@ -21,6 +24,7 @@ mod progress;
 #[path = "record.rs"]
 mod records;
 mod sys;
+mod team;
 
 use ncclx_rs::{error, types};
 

@@ -1,54 +1,69 @@
-"""Several threads of a process use the package for the first time at once."""
+"""Threads of a rank that share long copies and reductions (`NCCLX_RS_THREADS`)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from harness import BACKEND
-
-pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
-
-# The first of several threads makes what a process makes once; the interpreter switches between them all the time.
-THREADS = """
-import sys
-import threading
-
-import ncclx_rs
 import torch
 import torch.distributed as dist
+from harness import BACKEND, World
+from torch.utils.data import DataLoader, IterableDataset
 
-failed = []
-threading.excepthook = failed.append
-sys.setswitchinterval(1e-6)
-everyone = threading.Barrier(8)
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="a setting of this package")
 
-
-def member(number):
-    everyone.wait()
-    comm = ncclx_rs.new_comm("ncclx", "cpu", f"of_{number}", store=dist.HashStore(), rank=0, size=1)
-    tensor = torch.ones(3)
-    comm.all_reduce(tensor, ncclx_rs.ReduceOp.SUM, False)
-    handles = []
-    askers = [threading.Thread(target=lambda: handles.append(comm.get_init_handle())) for _ in range(4)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
-    assert len(set(handles)) == 1 and len(handles) == 4, handles
-    comm.finalize()
+# Of four MiB, and a length that no number of threads divides.
+COUNT = (1 << 20) + 7
 
 
-threads = [threading.Thread(target=member, args=(number,)) for number in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-sys.exit(f"{len(failed)} threads failed: {failed[0].exc_value!r}" if failed else 0)
-"""
+def team() -> list[str]:
+    """The threads of this process that share work, by the numbers that the system gives them."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sorted(task.name for task in tasks if (task / "comm").read_text().startswith("ncclx_rs team"))
 
 
-def test_threads_make_their_first_communicators_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def long_operations_are_shared(rank: int, size: int) -> list[str]:
+    assert team() == [], "none before they are needed"
+    dist.all_reduce(torch.ones(8))
+    assert team() == [], "none for short messages"
+    mine = torch.arange(COUNT, dtype=torch.float32) + rank
+    total, blocks = mine.clone(), torch.empty(size, COUNT)
+    dist.all_reduce(total)
+    dist.all_gather_into_tensor(blocks, mine)
+    dist.broadcast(mine, 1)
+    each = torch.arange(COUNT, dtype=torch.float32)
+    assert total.equal(each * size + size * (size - 1) // 2)
+    assert blocks.equal(torch.stack([each + other for other in range(size)]))
+    assert mine.equal(each + 1)
+    return team()
+
+
+def test_a_long_operation_is_shared_by_as_many_threads_as_the_setting_says() -> None:
+    for threads in (0, 2):
+        world = World(2, "shm", variables={"NCCLX_RS_THREADS": str(threads)})
+        try:
+            for found in world.run(long_operations_are_shared):
+                assert len(found) == threads
+        finally:
+            world.close()
+
+
+class Settings(IterableDataset[str]):
+    """What a worker's group has been told of threads."""
+
+    def __iter__(self) -> Iterator[str]:
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        yield os.environ.get("NCCLX_RS_THREADS", "")
+
+
+@pytest.mark.parametrize("variable", [None, "3"])
+def test_a_worker_that_loads_data_has_none_unless_told(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+    monkeypatch.delenv("NCCLX_RS_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NCCLX_RS_THREADS", variable)
+    loader = DataLoader(Settings(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert list(loader) == [variable or "0"]
+    assert os.environ.get("NCCLX_RS_THREADS") == variable

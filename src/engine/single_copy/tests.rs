@@ -216,7 +216,8 @@ fn what_is_combined_is_read_where_ranks_share_cores() {
         RecvBuffer { region: Region::of(&[words.buffer()]), action, completion: Completion::NONE, received: 0 };
     for oversubscribed in [false, true] {
         let address = MemoryAddress { address: 1, segment: None };
-        assert_eq!(Reads::is_faster(address, &buffer, oversubscribed, || true), oversubscribed);
+        assert_eq!(Reads::is_faster(address, &buffer, oversubscribed, Team::ALONE, || true), oversubscribed);
+        assert!(Reads::is_faster(address, &buffer, oversubscribed, Team::of(1), || false), "by several threads");
     }
 }
 
@@ -230,6 +231,6 @@ fn reductions_combine_what_they_read_once() {
     let buffer = RecvBuffer { region: Region::of(&[words.buffer()]), action, completion, received: 0 };
     let address = MemoryAddress { address: 1, segment: None };
     let mut reading = Reading { from: Rank(1), token: TOKEN, match_space: MatchSpace::Collective, address, buffer };
-    assert!(matches!(read_some(&mut reading, inbox, 0, &mut Vec::new()), Ok(Read::All)));
+    assert!(matches!(read_some(&mut reading, inbox, 0, &mut Vec::new(), Team::of(3)), Ok(Read::All)));
     assert!(words.get().iter().enumerate().all(|(index, word)| *word == index as u64 + 3));
 }

@@ -9,6 +9,7 @@ use crate::sys::cma::PeerMemory;
 use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
+use crate::sys::team::Team;
 use crate::transport::runs::Runs;
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
@@ -335,10 +336,10 @@ impl RecvStream for ShmRecvStream {
         if done == 0 && self.doorbell.ended { Err(gone()) } else { Ok(done) }
     }
 
-    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8]) -> io::Result<usize> {
+    fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8], team: Team) -> io::Result<usize> {
         let writer = self.writer.ok_or(io::ErrorKind::Unsupported)?;
         let count = match from.segment {
-            None => writer.read(from.address, into)?,
+            None => read_in_parts(from.address, into, team, |address, into| writer.read(address, into))?,
             Some(id) => {
                 if !self.segments.contains_key(&id) {
                     if self.segments.len() >= SEGMENTS_MAX {
@@ -346,8 +347,10 @@ impl RecvStream for ShmRecvStream {
                     }
                     self.segments.insert(id, writer.segment(id)?);
                 }
-                self.segments[&id].read(from.address, into)?;
-                into.len()
+                let segment = &self.segments[&id];
+                read_in_parts(from.address, into, team, |address, into| {
+                    segment.read(address, into).map(|()| into.len())
+                })?
             }
         };
         // Checked afterwards: another process may have got the number of a writer that is gone. The bell may have rung for a
@@ -382,6 +385,33 @@ impl RecvStream for ShmRecvStream {
     fn disarm(&mut self) {
         self.ring.words().disarm_reader();
     }
+}
+
+/// Reads what lies at `address` with the threads of a team. Returns how many of the first bytes have been read, at least one; the
+/// error is that of the first part of which none have.
+fn read_in_parts(
+    address: u64,
+    into: &mut [u8],
+    team: Team,
+    read: impl Fn(u64, &mut [u8]) -> io::Result<usize> + Sync,
+) -> io::Result<usize> {
+    let parts = team.parts(2 * into.len());
+    if parts < 2 {
+        return read(address, into);
+    }
+    let len = into.len().div_ceil(parts).next_multiple_of(rustix::param::page_size());
+    let mut parts: Vec<_> = into.chunks_mut(len).enumerate().map(|(index, part)| (index * len, part, Ok(0))).collect();
+    team.each(&mut parts, |(offset, part, count)| *count = read(address.wrapping_add(*offset as u64), part));
+    let mut all = 0;
+    for (offset, _, count) in parts {
+        match count {
+            // A part of which only the beginning has been read is the last that counts.
+            Ok(count) if all == offset => all += count,
+            Err(error) if all == 0 => return Err(error),
+            _ => break,
+        }
+    }
+    Ok(all)
 }
 
 /// How many bytes of a head and a body of these lengths go to the slot: all, or the head if it fits, or none.
@@ -431,3 +461,35 @@ const ALIGN: u64 = 64;
 
 /// How many segments of one peer stay mapped.
 const SEGMENTS_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Reads a message of bytes, of which none can be read from `end` on, at an odd address.
+    fn read(team: Team, len: usize, end: usize) -> (io::Result<usize>, Vec<u8>) {
+        const ADDRESS: u64 = 12_345;
+        let mut into = vec![0; len];
+        let count = read_in_parts(ADDRESS, &mut into, team, |address, into| {
+            let begin = (address - ADDRESS) as usize;
+            let count = into.len().min(end.saturating_sub(begin));
+            into[..count].iter_mut().zip(begin..).for_each(|(byte, index)| *byte = index as u8 | 1);
+            if count > 0 { Ok(count) } else { Err(io::Error::other(begin.to_string())) }
+        });
+        (count, into)
+    }
+
+    #[test]
+    fn a_message_is_read_up_to_what_is_the_first_that_cannot_be() {
+        let len = 1_000_001;
+        for others in [0, 1, 3] {
+            let team = Team::of(others);
+            for end in [1, 4096, 262_143, 262_144, 700_000, len - 1, len] {
+                let (count, into) = read(team, len, end);
+                assert_eq!(count.expect("something is there"), end, "{others} more threads");
+                assert!(into[..end].iter().enumerate().all(|(index, byte)| *byte == index as u8 | 1));
+            }
+            assert_eq!(read(team, len, 0).0.expect_err("nothing is there").to_string(), "0");
+        }
+    }
+}

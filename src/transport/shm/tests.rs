@@ -5,6 +5,7 @@ use rustix::process::Uid;
 use super::*;
 use crate::error::Down;
 use crate::sys::socket::connect_unix;
+use crate::sys::team::Team;
 use crate::transport::auth::Secret;
 use crate::transport::testing::{names, opened};
 use crate::transport::{MemoryAddress, RecvStream};
@@ -101,7 +102,7 @@ fn an_armed_reader_is_named_also_if_it_reads_its_writers_memory_meanwhile() {
         assert_eq!(send_stream.write(letter, &[]), Ok(1));
         let here = MemoryAddress::of(letter.as_ptr() as u64, 1);
         // Whether the system lets it is of no interest.
-        let _ = recv_stream.read_memory(here, &mut [0]);
+        let _ = recv_stream.read_memory(here, &mut [0], Team::ALONE);
         assert_eq!(names(&poller), [StreamName::From(Rank(0))]);
         recv_stream.disarm();
         assert_eq!(recv_stream.peek().unwrap(), letter);

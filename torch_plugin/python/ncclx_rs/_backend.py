@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
         torch.distributed.DistNetworkError: ranks did not join or cannot be reached.
     """
     module = native()
+    if _loads_data():
+        # Beside the process that trains, for which the cores are.
+        os.environ.setdefault("NCCLX_RS_THREADS", "0")
     _serve_views()
     if pg_options is not None and not isinstance(pg_options, module.Options):
         raise ValueError(
@@ -40,6 +45,12 @@ def create(options: Any, pg_options: Any = None) -> Any:
         backend._set_rendezvous(endpoint.handle, endpoint.rendezvous)
     _prepare_process()
     return backend
+
+
+def _loads_data() -> bool:
+    """Whether this process is a worker of a ``DataLoader``."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
 
 
 def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
