@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
-use crate::config::Config;
+use crate::config::{Config, TcpStreams};
 use crate::engine::connector::{FindRoutes, Route};
 use crate::error::InitError;
 use crate::sys::net;
@@ -79,6 +79,10 @@ impl Transports {
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
+        let streams = match purpose {
+            Purpose::Data => config.tcp_streams,
+            Purpose::FailureDetector => TcpStreams::ONE,
+        };
         if config.transport.has_shm() {
             let settings = RingSettings { bytes, peer_can_read, line_ownership };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
@@ -89,8 +93,10 @@ impl Transports {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
             let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
+            let of_address = |address| interfaces.iter().find(|interface| interface.address == address).cloned();
+            let advertise = advertise.into_iter().filter_map(of_address).collect();
             let tls = Tls::new(config, &identity.secret)?;
-            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
+            let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, streams, timeout)
                 .map_err(os("the TCP transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
         }

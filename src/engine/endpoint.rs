@@ -402,6 +402,7 @@ impl Endpoints {
     /// Looks after the connections that are being opened or end. The poller names those that break later. Returns the peers that
     /// have nothing more to say: what has come from them is to be taken, and then they are lost.
     pub(crate) fn check(&mut self) -> Vec<(Rank, LinkDown)> {
+        self.notice_held();
         if self.agenda.ranks(List::Unsettled).is_empty() {
             return Vec::new();
         }
@@ -417,6 +418,21 @@ impl Endpoints {
             }
         }
         gone
+    }
+
+    /// Looks after streams that hold bytes as after those that are being opened: one of their connections may be silent, of
+    /// which the poller has nothing to tell.
+    fn notice_held(&mut self) {
+        if !self.transports.iter().any(|transport| transport.holds_bytes()) {
+            return;
+        }
+        for rank in self.peers.known().to_vec() {
+            if !self.agenda.has(List::Unsettled, rank)
+                && self.peers.get(rank).is_some_and(|peer| peer.outbox.is_opening())
+            {
+                self.settle(rank);
+            }
+        }
     }
 
     /// Opens the stream to `rank` if it could not be opened before, and notices if it broke. Why nothing more is to come from
@@ -658,7 +674,9 @@ impl Endpoints {
         let ending = self.unsettled().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let accepting = self.transports.iter().filter_map(|transport| transport.accepting_until());
         let opening = self.unsettled().filter_map(|peer| peer.connector.due());
-        let opened = self.unsettled().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
+        let is_opening = self.unsettled().any(|peer| peer.outbox.is_opening());
+        let holds_bytes = self.transports.iter().any(|transport| transport.holds_bytes());
+        let opened = (is_opening || holds_bytes).then(|| Instant::now() + OPENING_CHECK);
         ending.chain(accepting).chain(opening).chain(opened).min()
     }
 

@@ -107,7 +107,11 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ("src/simulate/", &[&["time", "error"], &["model", "world"], &["interfaces", "program"], &["run"], &["tests"]]),
     ("src/transport/", &[&["auth", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"]]),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
-    ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
+    (
+        "src/transport/tcp/",
+        &[&["greeting", "paths", "rails"], &["channel", "connect"], &["rail_recv", "rail_send"], &["tests"]],
+    ),
+    ("src/transport/tcp/rails/", &[&["piece"], &["receiver", "sender"], &["tests"]]),
     (
         "src/device/",
         &[

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::{Address, TcpTransport};
 use crate::config::Config;
+use crate::sys::net::Interface;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::{Identity, Secret};
@@ -45,7 +46,8 @@ fn transport(me: u32, config: &Config) -> TcpTransport {
     let tls = Tls::new(config, &secret).unwrap();
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret };
     let timeout = PeerTimeout::Always(Duration::from_secs(60));
-    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![Ipv4Addr::LOCALHOST.into()], timeout).unwrap()
+    let own = Interface { name: "lo".to_owned(), address: Ipv4Addr::LOCALHOST.into(), prefix: 8, up: true };
+    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![own], config.tcp_streams, timeout).unwrap()
 }
 
 /// Sends `payload` from one rank to another, of which nobody reads before no more can be written; what a relay overhears.
