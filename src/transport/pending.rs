@@ -143,7 +143,9 @@ impl<S: AsFd> Pending<S> {
         match candidate.watch() {
             Ok(()) => {}
             // Kept: to a peer, a dropped connection would mean that this rank has ended.
-            Err(error) if limits::is_shortage(&error) => self.pause(shortage::describe(&error, self.identity.size, self.streams)),
+            Err(error) if limits::is_shortage(&error) => {
+                self.pause(shortage::describe(&error, self.identity.size, self.streams))
+            }
             Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
         self.candidates.push(candidate);
@@ -160,7 +162,8 @@ impl<S: AsFd> Pending<S> {
         for mut candidate in std::mem::take(&mut self.candidates) {
             if !candidate.stream.is_watched() {
                 let watched = if is_paused { Ok(()) } else { candidate.watch() };
-                refusal = watched.err().map(|error| shortage::describe(&error, self.identity.size, self.streams)).or(refusal);
+                refusal =
+                    watched.err().map(|error| shortage::describe(&error, self.identity.size, self.streams)).or(refusal);
             }
             if !candidate.stream.is_watched() {
                 self.candidates.push(candidate);

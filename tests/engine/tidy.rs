@@ -111,7 +111,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/transport/tcp/",
         &[&["greeting", "paths", "rails"], &["channel", "connect"], &["rail_recv", "rail_send"], &["tests"]],
     ),
-    ("src/transport/tcp/rails/", &[&["piece"], &["receiver", "sender"], &["tests"]]),
+    ("src/transport/tcp/rails/", &[&["link", "piece"], &["receiver", "sender"], &["tests"]]),
     (
         "src/device/",
         &[

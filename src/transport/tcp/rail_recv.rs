@@ -1,14 +1,15 @@
 //! The receiving end of a stream over several connections.
 
+use std::io::Write;
+
 use crate::error::LinkDown;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::poller::Watched;
 use crate::transport::handshake::is_passing;
 use crate::transport::tcp::channel::Source;
 use crate::transport::tcp::greeting::Caller;
-use crate::transport::tcp::rails::{Link, Receiver};
-
-use std::io::Write;
+use crate::transport::tcp::rails::link::Link;
+use crate::transport::tcp::rails::receiver::Receiver;
 
 /// Connections that have come for a stream, which takes them in when it is read.
 #[derive(Debug, Default)]

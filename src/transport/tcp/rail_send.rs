@@ -8,7 +8,8 @@ use crate::error::{Down, LinkDown};
 use crate::sys::tcp_info::{self, TcpStats, UnderWay};
 use crate::sys::{net, socket};
 use crate::transport::tcp::connect::{Connection, Held, Holding};
-use crate::transport::tcp::rails::{Link, Lost, Sender};
+use crate::transport::tcp::rails::link::Link;
+use crate::transport::tcp::rails::sender::{Lost, Sender};
 use crate::transport::{PATIENCE_WITH_CALLS, SendStream};
 use crate::types::Rank;
 
@@ -170,7 +171,7 @@ impl SendStream for RailSendStream {
         if !self.opening.is_empty() {
             self.open()?;
         }
-        let taken = if head.is_empty() && body.is_empty() {
+        let taken = if head.is_empty() && body.iter().all(|slice| slice.is_empty()) {
             self.sender.advance();
             0
         } else {

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 
 use crate::error::LinkDown;
+use crate::transport::tcp::rails::link::{Link, window};
 use crate::transport::tcp::rails::piece::{HEADER_BYTES, PieceHeader};
-use crate::transport::tcp::rails::{Link, window};
 
 /// A piece that is being read.
 struct Incoming {
@@ -216,27 +216,27 @@ enum Failure {
 }
 
 /// The receiving end of a stream over several rails.
-pub(in crate::transport::tcp) struct Receiver<L> {
+pub(crate) struct Receiver<L> {
     rails: Vec<Rail<L>>,
     order: Order,
 }
 
 impl<L: Link> Receiver<L> {
     /// A stream that is to have so many rails, of which it has none yet.
-    pub(in crate::transport::tcp) fn new(rails: usize) -> Self {
+    pub(crate) fn new(rails: usize) -> Self {
         let order = Order { next: 0, ahead: BTreeMap::new(), ahead_bytes: 0, window: window(rails) };
         Receiver { rails: Vec::with_capacity(rails), order }
     }
 
     /// Adds a rail.
-    pub(in crate::transport::tcp) fn add(&mut self, link: L) {
+    pub(crate) fn add(&mut self, link: L) {
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let rail = Rail { link, buffer, start: 0, end: 0, piece: None, pieces: 0, outgoing: Vec::new() };
         self.rails.push(rail);
     }
 
     /// Reads the stream's next bytes, none if they have not come. An error: no rail brings more.
-    pub(in crate::transport::tcp) fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+    pub(crate) fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
         let mut count = self.order.take(into);
         let mut last = None;
         // What is ahead needs a copy, so what is not comes first.
@@ -277,7 +277,7 @@ impl<L: Link> Receiver<L> {
     }
 
     /// Whether bytes have been read from the rails that the reader has not got and may get, or that are to be looked at.
-    pub(in crate::transport::tcp) fn has_more(&self) -> bool {
+    pub(crate) fn has_more(&self) -> bool {
         self.order.has_next() || self.rails.iter().any(Rail::has_more)
     }
 }

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::IoSlice;
 
 use crate::error::LinkDown;
+use crate::transport::tcp::rails::link::{Link, window};
 use crate::transport::tcp::rails::piece::{ACK_BYTES, HEADER_BYTES, PIECE_MAX, PieceHeader};
-use crate::transport::tcp::rails::{Link, window};
 
 /// A piece with its header, as it is written.
 struct Piece {
@@ -111,14 +111,14 @@ impl<L: Link> Rail<L> {
 }
 
 /// A rail that has broken.
-pub(in crate::transport::tcp) struct Lost<L> {
-    pub(in crate::transport::tcp) number: usize,
-    pub(in crate::transport::tcp) link: L,
-    pub(in crate::transport::tcp) down: LinkDown,
+pub(crate) struct Lost<L> {
+    pub(crate) number: usize,
+    pub(crate) link: L,
+    pub(crate) down: LinkDown,
 }
 
 /// The sending end of a stream over several rails.
-pub(in crate::transport::tcp) struct Sender<L> {
+pub(crate) struct Sender<L> {
     rails: Vec<Rail<L>>,
     /// Where the next byte belongs.
     next: u64,
@@ -135,7 +135,7 @@ pub(in crate::transport::tcp) struct Sender<L> {
 
 impl<L: Link> Sender<L> {
     /// A stream that is to have so many rails, of which it has none yet.
-    pub(in crate::transport::tcp) fn new(rails: usize) -> Self {
+    pub(crate) fn new(rails: usize) -> Self {
         Sender {
             rails: Vec::with_capacity(rails),
             next: 0,
@@ -149,7 +149,7 @@ impl<L: Link> Sender<L> {
     }
 
     /// Adds a rail.
-    pub(in crate::transport::tcp) fn add(&mut self, number: usize, link: L) {
+    pub(crate) fn add(&mut self, number: usize, link: L) {
         self.rails.push(Rail {
             number,
             link,
@@ -163,7 +163,7 @@ impl<L: Link> Sender<L> {
     }
 
     /// The rails that work, each with whether a part of a piece waits for room on it.
-    pub(in crate::transport::tcp) fn rails(&mut self) -> impl Iterator<Item = (&mut L, bool)> {
+    pub(crate) fn rails(&mut self) -> impl Iterator<Item = (&mut L, bool)> {
         self.rails.iter_mut().map(|rail| {
             let has_rest = rail.has_rest();
             (&mut rail.link, has_rest)
@@ -171,37 +171,37 @@ impl<L: Link> Sender<L> {
     }
 
     /// The same, to look at.
-    pub(in crate::transport::tcp) fn links(&self) -> impl Iterator<Item = &L> {
+    pub(crate) fn links(&self) -> impl Iterator<Item = &L> {
         self.rails.iter().map(|rail| &rail.link)
     }
 
     /// How many rails work.
-    pub(in crate::transport::tcp) fn working(&self) -> usize {
+    pub(crate) fn working(&self) -> usize {
         self.rails.len()
     }
 
     /// The rails that have broken since this was asked last.
-    pub(in crate::transport::tcp) fn take_lost(&mut self) -> Vec<Lost<L>> {
+    pub(crate) fn take_lost(&mut self) -> Vec<Lost<L>> {
         std::mem::take(&mut self.lost)
     }
 
     /// Whether any byte has been taken.
-    pub(in crate::transport::tcp) fn has_begun(&self) -> bool {
+    pub(crate) fn has_begun(&self) -> bool {
         self.next > 0
     }
 
     /// The bytes that are kept because nobody has acknowledged them.
-    pub(in crate::transport::tcp) fn unacknowledged(&self) -> usize {
+    pub(crate) fn unacknowledged(&self) -> usize {
         self.unacknowledged_bytes
     }
 
     /// Whether bytes that were taken wait in this process for room.
-    pub(in crate::transport::tcp) fn holds_bytes(&self) -> bool {
+    pub(crate) fn holds_bytes(&self) -> bool {
         !self.again.is_empty() || self.rails.iter().any(Rail::has_rest)
     }
 
     /// Takes as many leading bytes of `head` and then `body` as rails and window have room for.
-    pub(in crate::transport::tcp) fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> usize {
+    pub(crate) fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> usize {
         let total = head.len() + body.iter().map(|slice| slice.len()).sum::<usize>();
         let mut taken = 0;
         self.take_due_acknowledgements();
@@ -224,7 +224,7 @@ impl<L: Link> Sender<L> {
     }
 
     /// Moves what has been taken as far as it goes, and takes acknowledgements.
-    pub(in crate::transport::tcp) fn advance(&mut self) {
+    pub(crate) fn advance(&mut self) {
         self.take_acknowledgements();
         // Looking for a rail gives it what is to be sent again.
         let _ = self.idle_rail();
@@ -232,12 +232,12 @@ impl<L: Link> Sender<L> {
     }
 
     /// Whether the next bytes would be taken now.
-    pub(in crate::transport::tcp) fn has_room(&mut self) -> bool {
+    pub(crate) fn has_room(&mut self) -> bool {
         self.is_in_window(PIECE_MAX) && self.idle_rail().is_some()
     }
 
     /// Asks for acknowledgements of everything that is written.
-    pub(in crate::transport::tcp) fn ask(&mut self) {
+    pub(crate) fn ask(&mut self) {
         self.ask_for(0);
     }
 
@@ -255,7 +255,7 @@ impl<L: Link> Sender<L> {
     }
 
     /// Gives the rails up of which `is_dead` tells why.
-    pub(in crate::transport::tcp) fn give_up(&mut self, mut is_dead: impl FnMut(&mut L) -> Option<LinkDown>) {
+    pub(crate) fn give_up(&mut self, mut is_dead: impl FnMut(&mut L) -> Option<LinkDown>) {
         self.each(|rail| is_dead(&mut rail.link).map_or(Ok(()), Err));
     }
 

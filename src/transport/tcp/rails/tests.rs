@@ -7,8 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::link::{Link, window};
 use super::piece::{HEADER_BYTES, PIECE_MAX, PieceHeader};
-use super::*;
+use super::receiver::Receiver;
+use super::sender::Sender;
+use crate::error::LinkDown;
 
 /// One direction of an imitated connection.
 #[derive(Default)]
@@ -45,8 +48,7 @@ struct Simulated {
 impl Simulated {
     fn pair(room: usize, seed: u64) -> (Simulated, Simulated) {
         let rng = StdRng::seed_from_u64(seed);
-        let wire =
-            Wire { forth: Way::default(), back: Way::default(), is_broken: false, room, rng, written: 0 };
+        let wire = Wire { forth: Way::default(), back: Way::default(), is_broken: false, room, rng, written: 0 };
         let wire = Arc::new(Mutex::new(wire));
         (Simulated { wire: wire.clone(), end: End::Sender }, Simulated { wire, end: End::Receiver })
     }
