@@ -50,6 +50,10 @@ impl Link for Watched<Caller> {
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
         Source::read(self, into)
     }
+
+    fn has_more(&mut self) -> bool {
+        Source::has_more(self)
+    }
 }
 
 /// The rails of a stream, as one source of bytes.

@@ -10,6 +10,11 @@ pub(crate) trait Link: Send {
     /// Reads some bytes, none if none have come. An error: none follow.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
+    /// Whether the link itself holds bytes to read that no poller tells of.
+    fn has_more(&mut self) -> bool {
+        false
+    }
+
     /// Passes on what the link itself has taken and holds. True: nothing is left of that.
     fn flush(&mut self) -> Result<bool, LinkDown> {
         Ok(true)

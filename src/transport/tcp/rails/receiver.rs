@@ -200,10 +200,10 @@ impl<L: Link> Rail<L> {
         }
     }
 
-    /// Whether bytes have been read from the link that `step` would go on with.
-    fn has_more(&self) -> bool {
+    /// Whether `step` would go on with bytes that the poller does not see.
+    fn has_more(&mut self) -> bool {
         let buffered = self.end - self.start;
-        buffered >= HEADER_BYTES || (buffered > 0 && self.piece.is_some())
+        buffered >= HEADER_BYTES || (buffered > 0 && self.piece.is_some()) || self.link.has_more()
     }
 }
 
@@ -277,8 +277,8 @@ impl<L: Link> Receiver<L> {
     }
 
     /// Whether bytes have been read from the rails that the reader has not got and may get, or that are to be looked at.
-    pub(crate) fn has_more(&self) -> bool {
-        self.order.has_next() || self.rails.iter().any(Rail::has_more)
+    pub(crate) fn has_more(&mut self) -> bool {
+        self.order.has_next() || self.rails.iter_mut().any(Rail::has_more)
     }
 }
 
