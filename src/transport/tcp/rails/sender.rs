@@ -205,6 +205,10 @@ impl<L: Link> Sender<L> {
         let total = head.len() + body.iter().map(|slice| slice.len()).sum::<usize>();
         let mut taken = 0;
         self.take_due_acknowledgements();
+        if !self.again.is_empty() {
+            // Looking for a rail sends it again, also where the window is full: the first piece that nobody has may be among it.
+            let _ = self.idle_rail();
+        }
         // A rail that carries little would otherwise hold the window up.
         self.ask_for(self.window / 4);
         while taken < total {
