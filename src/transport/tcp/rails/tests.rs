@@ -346,7 +346,7 @@ fn a_rail_that_one_end_gives_up_is_given_up_by_the_other() {
         |lost: Vec<Lost<Simulated>>| lost.into_iter().map(|lost| (lost.number, lost.down.cause)).collect::<Vec<_>>();
     assert_eq!(lost(sender.take_lost()), [(0, "it is silent".to_owned())]);
     assert_eq!(lost(receiver.take_lost()), [(0, "the other end has given it up".to_owned())]);
-    assert_eq!((received, receiver.working(), sender.unacknowledged()), (10, 2, 0));
+    assert_eq!((received, receiver.working(), sender.working()), (10, 2, 2));
 }
 
 #[test]
