@@ -335,18 +335,21 @@ fn a_stream_whose_only_rail_breaks_goes_on_with_one_that_comes_later() {
 fn a_rail_that_one_end_gives_up_is_given_up_by_the_other() {
     let (mut sender, mut receiver, wires) = stream(3, 300_000, 1);
     assert_eq!(sender.write(b"some bytes", &[]), 10);
-    sender.give_up(|rail| Arc::ptr_eq(&rail.wire, &wires[0].wire).then(|| LinkDown::new("it is silent")));
     let (mut received, mut into) = (0, [0; 100]);
-    for _ in 0..100 {
-        sender.advance();
-        wires[1].carry(100);
-        received += receiver.read(&mut into).unwrap();
+    // One has something to deliver, and one has not.
+    for silent in [0, 2] {
+        sender.give_up(|rail| Arc::ptr_eq(&rail.wire, &wires[silent].wire).then(|| LinkDown::new("it is silent")));
+        for _ in 0..100 {
+            sender.advance();
+            wires[1].carry(100);
+            received += receiver.read(&mut into).unwrap();
+        }
     }
     let lost =
         |lost: Vec<Lost<Simulated>>| lost.into_iter().map(|lost| (lost.number, lost.down.cause)).collect::<Vec<_>>();
-    assert_eq!(lost(sender.take_lost()), [(0, "it is silent".to_owned())]);
-    assert_eq!(lost(receiver.take_lost()), [(0, "the other end has given it up".to_owned())]);
-    assert_eq!((received, receiver.working(), sender.working()), (10, 2, 2));
+    assert_eq!(lost(sender.take_lost()), [0, 2].map(|rail| (rail, "it is silent".to_owned())));
+    assert_eq!(lost(receiver.take_lost()), [0, 2].map(|rail| (rail, "the other end has given it up".to_owned())));
+    assert_eq!((received, receiver.working(), sender.working()), (10, 1, 1));
 }
 
 #[test]
