@@ -85,9 +85,8 @@ impl<L: Link> Rail<L> {
         self.pieces.push_back(piece);
     }
 
-    /// Reads acknowledgements. Returns the pieces that they are for.
-    fn read_acknowledgements(&mut self) -> Result<Vec<Piece>, LinkDown> {
-        let mut done = Vec::new();
+    /// Reads acknowledgements, and moves the pieces that they are for to `done`, also before the rail turns out to be broken.
+    fn read_acknowledgements(&mut self, done: &mut Vec<Piece>) -> Result<(), LinkDown> {
         let mut space = [0; 32 * ACK_BYTES];
         loop {
             let count = self.link.read(&mut space)?;
@@ -105,11 +104,11 @@ impl<L: Link> Rail<L> {
                 }
                 let pieces = (acknowledged - self.acknowledged) as usize;
                 self.acknowledged = acknowledged;
+                self.bytes -= self.pieces.iter().take(pieces).map(|piece| piece.header.len).sum::<usize>();
                 done.extend(self.pieces.drain(..pieces));
             }
             if count < space.len() {
-                self.bytes -= done.iter().map(|piece| piece.header.len).sum::<usize>();
-                return Ok(done);
+                return Ok(());
             }
         }
     }
@@ -330,10 +329,7 @@ impl<L: Link> Sender<L> {
 
     fn take_acknowledgements(&mut self) {
         let mut done = Vec::new();
-        self.each(|rail| {
-            done.extend(rail.read_acknowledgements()?);
-            Ok(())
-        });
+        self.each(|rail| rail.read_acknowledgements(&mut done));
         for Piece { header, mut bytes } in done {
             if header.len > 0 && self.unacknowledged.remove(&header.offset) {
                 self.unacknowledged_bytes -= header.len;

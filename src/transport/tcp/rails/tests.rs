@@ -405,14 +405,20 @@ fn pieces_that_cannot_be_are_refused() {
 
 #[test]
 fn an_acknowledgement_of_what_was_not_sent_ends_the_rail() {
-    let (mut sender, _receiver, wires) = stream(1, 1000, 1);
-    let mut far = Simulated { wire: wires[0].wire.clone(), end: End::Receiver };
-    let mut written = 0;
-    while written < 8 {
-        written += far.write(&7u64.to_le_bytes()[written..]).unwrap();
+    // Some read all at once.
+    for seed in 0..100 {
+        let (mut sender, _receiver, wires) = stream(1, 1000, seed);
+        assert_eq!(sender.write(b"some bytes", &[]), 10);
+        (0..100).for_each(|_| sender.advance());
+        let mut far = Simulated { wire: wires[0].wire.clone(), end: End::Receiver };
+        let (acknowledgements, mut written) = ([1u64.to_le_bytes(), 7u64.to_le_bytes()].concat(), 0);
+        while written < acknowledgements.len() {
+            written += far.write(&acknowledgements[written..]).unwrap();
+        }
+        (0..100).for_each(|_| wires[0].carry(100));
+        (0..100).for_each(|_| sender.advance());
+        let lost = sender.take_lost();
+        assert!(lost[0].down.cause.contains("it acknowledged 7 pieces: expected 1 to 1"), "{}", lost[0].down);
+        assert_eq!((sender.unacknowledged(), sender.holds_bytes()), (0, false), "what it acknowledged before counts");
     }
-    (0..100).for_each(|_| wires[0].carry(100));
-    (0..100).for_each(|_| sender.advance());
-    let lost = sender.take_lost();
-    assert!(lost[0].down.cause.contains("it acknowledged 7 pieces: expected 0 to 0"), "{}", lost[0].down);
 }
