@@ -59,6 +59,9 @@ impl Failures {
 
     /// Logs what is due, while so many rails are left.
     pub(super) fn warn(&mut self, left: usize) {
+        if self.due.is_empty() {
+            return;
+        }
         let is_due = |(since, _): &mut (Instant, String)| since.elapsed() >= WARN_AFTER;
         let due: Vec<_> = self.due.extract_if(.., is_due).collect();
         if due.is_empty() {

@@ -211,6 +211,7 @@ impl<L: Link> Sender<L> {
         let total = head.len() + body.iter().map(|slice| slice.len()).sum::<usize>();
         let mut taken = 0;
         self.take_due_acknowledgements();
+        self.push();
         // A rail that carries little would otherwise hold the window up.
         self.ask_for(self.window / 4);
         while taken < total {
@@ -236,12 +237,18 @@ impl<L: Link> Sender<L> {
         // Looking for a rail gives it what is to be sent again.
         let _ = self.idle_rail();
         self.ask_for(self.window / 4);
-        self.each(|rail| rail.push().map(|_| ()));
+        self.push();
     }
 
     /// Whether the next bytes would be taken now.
     pub(crate) fn has_room(&mut self) -> bool {
+        self.push();
         self.idle_rail().is_some() && self.is_in_window(PIECE_MAX)
+    }
+
+    /// Writes what is left of pieces, on every rail: the receiver may wait for that, where another rail has room.
+    fn push(&mut self) {
+        self.each(|rail| rail.push().map(|_| ()));
     }
 
     /// Asks for acknowledgements of everything that is written.

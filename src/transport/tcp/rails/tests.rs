@@ -293,6 +293,35 @@ fn what_a_broken_rail_had_is_sent_again_where_the_window_is_full_too() {
 }
 
 #[test]
+fn the_rest_of_a_piece_is_sent_where_the_window_is_full_and_another_rail_has_room() {
+    for is_writing in [true, false] {
+        let (mut sender, mut receiver, wires) = stream_of(&[300_000, 200], 3);
+        let (payload, mut into, mut taken, mut received) = (vec![5; 1 << 20], vec![0; 1 << 20], 0, 0);
+        // Both rails are full, and then the second brings nothing.
+        (0..100).for_each(|_| taken += sender.write(&[], &[IoSlice::new(&payload)]));
+        let mut vain = 0;
+        while vain < 100 {
+            let count = sender.write(&[], &[IoSlice::new(&payload)]);
+            taken += count;
+            vain = if count == 0 { vain + 1 } else { 0 };
+            wires[0].carry(1 << 20);
+            received += receiver.read(&mut into).unwrap();
+        }
+        assert!(received < taken);
+        for _ in 0..10_000 {
+            if !is_writing {
+                sender.has_room();
+            } else if received < taken {
+                sender.write(&[], &[IoSlice::new(&payload)]);
+            }
+            wires.iter().for_each(|wire| wire.carry(1 << 20));
+            received += receiver.read(&mut into).unwrap();
+        }
+        assert!(received >= taken, "{received} of {taken}, writing: {is_writing}");
+    }
+}
+
+#[test]
 fn a_short_piece_that_is_sent_again_opens_the_window() {
     // The rail that breaks has room for the short piece alone, and the other asks for no acknowledgement after it by itself.
     let (mut sender, mut receiver, wires, taken) = full_with_a_broken_rail(&[200, 300_000], 50_000);
