@@ -297,8 +297,12 @@ fn the_rest_of_a_piece_is_sent_where_the_window_is_full_and_another_rail_has_roo
     for is_writing in [true, false] {
         let (mut sender, mut receiver, wires) = stream_of(&[300_000, 200], 3);
         let (payload, mut into, mut taken, mut received) = (vec![5; 1 << 20], vec![0; 1 << 20], 0, 0);
-        // Both rails are full, and then the second brings nothing.
-        (0..100).for_each(|_| taken += sender.write(&[], &[IoSlice::new(&payload)]));
+        // The second rail stops within a piece that asks for an acknowledgement.
+        while wires[1].wire().written < HEADER_BYTES + PIECE_MAX + 100 {
+            taken += sender.write(&[], &[IoSlice::new(&payload)]);
+            wires[1].carry(1 << 20);
+            received += receiver.read(&mut into).unwrap();
+        }
         let mut vain = 0;
         while vain < 100 {
             let count = sender.write(&[], &[IoSlice::new(&payload)]);
