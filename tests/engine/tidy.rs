@@ -121,7 +121,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["tests"],
         ],
     ),
-    ("src/transport/tcp/rails/", &[&["link", "piece"], &["receiver", "sender"], &["tests"]]),
+    ("src/transport/tcp/rails/", &[&["link", "piece"], &["receiver", "sender"], &["fuzz", "tests"]]),
     (
         "src/transport/ucx/",
         &[

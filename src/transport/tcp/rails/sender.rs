@@ -219,7 +219,7 @@ impl<L: Link> Sender<L> {
             if !self.is_in_window(len) {
                 self.take_acknowledgements();
             }
-            // To look for a rail gives it what is to be sent again, also where the window is full: its first piece may be among that.
+            // To look for a rail sends again what is to be, also where the window is full: its first piece may be among that.
             let Some(rail) = self.idle_rail() else { break };
             if !self.is_in_window(len) {
                 break;

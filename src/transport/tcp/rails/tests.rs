@@ -137,8 +137,8 @@ fn byte(place: usize) -> u8 {
     (place.wrapping_mul(2_654_435_761) >> 13) as u8
 }
 
-/// Sends messages of random lengths over rails of random speeds, which come at some time or never, and all but one of which break at
-/// some time, and checks every byte.
+/// Sends messages of random lengths over rails of random speeds, and checks every byte. The rails come at some time or never, and
+/// all but one break at some time.
 fn run(seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let rails = rng.random_range(1..=5);
