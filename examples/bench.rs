@@ -8,12 +8,15 @@
 //! `#bytes` is defined as in IMB: a rank's data; one block in Allgather, Alltoall, Gather and Scatter; all blocks
 //! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way;
 //! Uniband sends from rank 0 to rank 1 only, one message after the other. Memcpy does not communicate: all ranks copy
-//! that many bytes at the same time, which shows the limit of the memory.
+//! that many bytes at the same time, which shows the limit of the memory. One-sided operations are measured where they are
+//! named: PutPingPong puts and signals there and back, Uniput does so in one direction, and Write writes by a transport to
+//! the memory of rank 1, one call after the other.
 //!
 //! With `--serve DIRECTORY`, under a launcher, it takes its measurements from pipes: see `tests/bench/mpi.py`.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example that shows its result")]
 
+mod one_sided;
 mod ranks;
 
 use std::error::Error;
@@ -83,7 +86,7 @@ struct Options {
     #[arg(long, default_value = "2", value_parser = positive())]
     ranks: u64,
     /// The operations to measure
-    #[arg(long, value_delimiter = ',', default_values = OPERATIONS, value_parser = PossibleValuesParser::new(OPERATIONS))]
+    #[arg(long, value_delimiter = ',', default_values = OPERATIONS, value_parser = known())]
     ops: Vec<String>,
     /// The first size in bytes, which is doubled up to the last
     #[arg(long, default_value = "4", value_parser = positive())]
@@ -99,13 +102,17 @@ struct Options {
     bench: bool,
 }
 
+fn known() -> PossibleValuesParser {
+    PossibleValuesParser::new(OPERATIONS.into_iter().chain(one_sided::OPERATIONS))
+}
+
 fn positive() -> RangedU64ValueParser {
     RangedU64ValueParser::new().range(1..)
 }
 
 /// Measures an operation for all sizes; rank 0 prints.
 fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()> {
-    let of_two = ["PingPong", "Uniband"].contains(&operation);
+    let of_two = ["PingPong", "Uniband"].contains(&operation) || one_sided::OPERATIONS.contains(&operation);
     if of_two && comm.size() < 2 {
         return Ok(());
     }
@@ -141,7 +148,7 @@ fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()>
 
 /// The number of messages in a call, one after the other.
 fn trips(operation: &str) -> f64 {
-    if operation == "PingPong" { 2.0 } else { 1.0 }
+    if operation.ends_with("PingPong") { 2.0 } else { 1.0 }
 }
 
 /// The seconds that the calls take on this rank. All ranks begin together.
@@ -180,6 +187,9 @@ fn serve(comm: &Communicator, directory: &Path) -> Outcome<()> {
 }
 
 fn call(comm: &Communicator, operation: &str, bytes: usize) -> Outcome<Call> {
+    if one_sided::OPERATIONS.contains(&operation) {
+        return one_sided::call(comm, operation, bytes);
+    }
     let (size, rank) = (comm.size(), comm.rank());
     // Written once, so that no page is the kernel's shared page of zeroes.
     let mut data = vec![1_u8; bytes];

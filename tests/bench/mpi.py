@@ -91,7 +91,8 @@ class Contender:
             pipe.write(f"{operation} {size} {calls}\n")
         times = [float(self._answer(rank)) for rank in range(len(self._out))]
         # A ping-pong has two ranks, and a call two ways.
-        return [t / 2 * 1e6 / calls for t in times[:2]] if operation == "PingPong" else [t * 1e6 / calls for t in times]
+        ways = 2 if operation.endswith("PingPong") else 1
+        return [t / ways * 1e6 / calls for t in (times[:2] if ways == 2 else times)]
 
     def _answer(self, rank: int) -> str:
         """A rank's next line, unless its library has ended."""
@@ -117,13 +118,18 @@ class Contender:
 
 def engine(program: Path, ranks: int, name: str = ENGINE, variables: Mapping[str, str] | None = None) -> Contender:
     """The engine's ranks, with these variables in their environment."""
+    return launched(name, [str(program), "--serve"], ranks, variables or {})
+
+
+def launched(name: str, command: Sequence[str], ranks: int, variables: Mapping[str, str]) -> Contender:
+    """Ranks of a program that finds the others by its environment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     places = [
         {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         for rank in range(ranks)
     ]
-    return Contender(name, [([str(program), "--serve"], place | dict(variables or {})) for place in places], ranks)
+    return Contender(name, [(command, place | dict(variables)) for place in places], ranks)
 
 
 def mpi(name: str, folder: Path, ranks: int, builds: Path) -> Contender:

@@ -42,3 +42,11 @@ fn the_benchmark_has_a_row_for_each_size() {
         assert!(calls == 1000.0 && 0.0 <= least && least <= mean && mean <= most, "{row:?}");
     }
 }
+
+#[test]
+fn the_benchmark_measures_one_sided_operations() {
+    let lines = lines_of("bench", &["--ops", "PutPingPong,Uniput,Write", "--min", "8", "--max", "16"]);
+    let rows = lines.iter().filter(|line| !line.is_empty() && !line.contains('#'));
+    let calls: Vec<_> = rows.map(|line| line.split_whitespace().nth(1).expect("six columns").to_owned()).collect();
+    assert_eq!(calls, ["1000"; 6]);
+}

@@ -193,6 +193,7 @@ const UNSAFE: &[&str] = &[
     "backend_api/src/tensor.rs",
     "backend_api/tests/boundary.rs",
     "examples/all_reduce_cuda.rs",
+    "examples/one_sided/mod.rs",
     "examples/quantized_backend/src/bridge.rs",
     "src/buffer.rs",
     "src/comm/blocking.rs",

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
+use crate::ucx_process::{is_under_test, run_through};
 use crate::world::{Wire, buffer, op, run, wires, world_with};
 use crate::{Random, alone, entries};
 
@@ -205,4 +206,73 @@ fn a_long_run_holds_no_more_at_its_end() {
     let after = Holdings::settled(before);
     let threads = before.threads + CALLBACK_THREADS;
     assert!(after.files <= before.files && after.threads <= threads, "{before:?} became {after:?}");
+}
+
+/// The bytes that the process has from malloc, also those of libraries: unlike resident memory, without what is free.
+#[allow(unsafe_code, reason = "asks the C library")]
+fn allocated() -> usize {
+    // SAFETY: it only counts.
+    let info = unsafe { libc::mallinfo2() };
+    info.uordblks + info.hblkhd
+}
+
+/// Checks that each of the turns from the first `warm` on leaves less than `most` bytes behind.
+fn leaves_nothing_behind(comm: &Communicator, warm: usize, turns: usize, most: usize, mut turn: impl FnMut(usize)) {
+    let mut before = 0;
+    for number in 1..=turns {
+        turn(number);
+        if number == warm {
+            comm.barrier().expect("barrier");
+            before = allocated();
+        }
+    }
+    comm.barrier().expect("barrier");
+    let (after, most) = (allocated(), (turns - warm) * most);
+    assert!(after <= before + most, "{before} bytes after {warm} turns, {after} after {turns}");
+    comm.barrier().expect("barrier");
+}
+
+#[test]
+fn messages_and_communicators_leave_nothing_behind_through_ucx() {
+    let _alone = alone();
+    for way in ["tcp", "posix,cma"] {
+        run_through(way, &["messages_leave_nothing_behind", "communicators_leave_nothing_behind"], 2);
+    }
+}
+
+#[test]
+fn messages_leave_nothing_behind() {
+    if !is_under_test() {
+        return;
+    }
+    let _alone = alone();
+    world_with(Wire::Ucx, 2, OPERATION_MAX, |comm| {
+        let other = Rank(1 - comm.rank().0);
+        // UCX's memory for one message is more than this.
+        leaves_nothing_behind(comm, 4000, 12_000, 100, |number| {
+            // Every tenth takes several pieces.
+            let count = if number.is_multiple_of(10) { 50_000 } else { 1 + number % 2000 };
+            let (sent, mut received) = (vec![number as u8; count], vec![0; count]);
+            comm.send_recv(&mut received, other, &sent, other, Tag(1)).expect("a message each way");
+            assert!(received == sent);
+        });
+    });
+}
+
+#[test]
+fn communicators_leave_nothing_behind() {
+    if !is_under_test() {
+        return;
+    }
+    let _alone = alone();
+    world_with(Wire::Ucx, 2, OPERATION_MAX, |comm| {
+        // A worker of UCX takes ten times as much, and an endpoint half of it.
+        leaves_nothing_behind(comm, 20, 60, 10_000, |_| {
+            let part = comm.split(&[Rank(0), Rank(1)], "part").expect("split");
+            let mut sum = vec![1.0; 10_000];
+            part.all_reduce(&mut sum, ReduceOp::Sum).expect("all_reduce");
+            assert!(sum.iter().all(|value| *value == 2.0));
+            part.shutdown().expect("shutdown");
+        });
+    });
 }

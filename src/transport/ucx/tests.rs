@@ -1,8 +1,10 @@
 //! Streams over UCX, the real library, in processes of this program whose environment says what it goes through.
 
+#[path = "../../../tests/engine/ucx_library.rs"]
+mod ucx_library;
+
 use std::io::IoSlice;
 use std::net::Ipv4Addr;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -18,19 +20,9 @@ const UNDER_TEST: &str = "NCCLX_RS_TEST_UCX_STREAMS";
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// The library: the one that `NCCLX_RS_TEST_UCX` names, or that of the Python package in the environment of the tests.
-fn library() -> Option<PathBuf> {
-    let environment = std::env::var("VIRTUAL_ENV")
-        .map_or_else(|_| Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv"), PathBuf::from);
-    let named = std::env::var_os("NCCLX_RS_TEST_UCX").map(PathBuf::from);
-    let folders = std::fs::read_dir(environment.join("lib")).into_iter().flatten().flatten();
-    let installed = folders.map(|python| python.path().join("site-packages/libucx/lib/libucp.so.0"));
-    named.into_iter().chain(installed).find(|file| file.exists())
-}
-
 #[test]
 fn streams_work_over_all_that_is_here() {
-    let Some(library) = library() else {
+    let Some(library) = ucx_library::library() else {
         assert!(std::env::var("NCCLX_RS_CI").is_err(), "CI lacks what the test needs: UCX");
         eprintln!("skipped: it takes UCX");
         return;
