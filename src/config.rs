@@ -132,7 +132,7 @@ options! {
     engine: EngineChoice, "engine", "auto", &[],
         "What runs collectives and messages of tensors of devices: streams (the engine's own programs); a vendor's library, nccl \
          or rccl, for what it has; host (the engine of the CPU, also where other ranks have tensors of other devices or of the \
-         CPU). auto takes streams on CUDA's devices, and rccl on HIP's. The same on all ranks.";
+         CPU); mixed (as host, but a vendor's library within the ranks that have the same one). auto takes streams on CUDA's devices, and rccl on HIP's. The same on all ranks.";
     nccl_library: Option<String>, "nccl_library", "", &[],
         "The file of NCCL; otherwise the one that the process has loaded, that of a Python package, or the system's.";
     rccl_library: Option<String>, "rccl_library", "", &[],

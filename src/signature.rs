@@ -6,6 +6,9 @@ use crate::algo::select;
 use crate::op::CollectiveKind;
 use crate::types::{DType, Rank, ReduceOp};
 
+/// How [`Signature::disagreement`] begins where the ranks have called the same.
+pub(crate) const RUN_OTHERWISE: &str = "the ranks disagree on how to run collective";
+
 /// What every rank must agree on in one collective. Travels with every message, so that the first one tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Signature {
@@ -50,9 +53,7 @@ impl Signature {
     pub(crate) fn disagreement(&self, number: u64, me: Rank, from: Rank, theirs: &Signature) -> String {
         if self.calls_as(theirs) {
             let (ours, theirs) = (self.algorithm(), theirs.algorithm());
-            format!(
-                "the ranks disagree on how to run collective {number}: rank {me} chose {ours}, rank {from} {theirs}"
-            )
+            format!("{RUN_OTHERWISE} {number}: rank {me} chose {ours}, rank {from} {theirs}")
         } else if self.divides_otherwise(theirs) {
             format!(
                 "the ranks disagree on the sizes of collective {number}: rank {me} and rank {from} both called {self}, but \

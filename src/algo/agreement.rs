@@ -23,6 +23,8 @@ fn doubt(collective: &Collective) -> Doubt {
         Collective::AllReduce { count: 0 } => Doubt::Calls,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
         Collective::AllReduce { .. } | Collective::AllGatherIntoParts { .. } | Collective::Barrier => Doubt::Nothing,
+        // They confirm before all else.
+        Collective::ByIslands { .. } => Doubt::Nothing,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
         // A rank without elements sends none.
         Collective::AllGather { .. }
@@ -60,7 +62,7 @@ fn hear_of_all(builder: &mut Builder, world: &Group) {
 }
 
 /// Few ranks, which all come here at the same time, signal each other; for more a barrier takes fewer messages.
-fn confirm(builder: &mut Builder, world: &Group) {
+pub(super) fn confirm(builder: &mut Builder, world: &Group) {
     if world.size() > DIRECT_MAX_RANKS {
         return dissemination::barrier(builder, world);
     }

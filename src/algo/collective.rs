@@ -1,9 +1,11 @@
 //! What a schedule is made for: a collective's shape, and the setting of the rank that runs it.
 
+use crate::algo::alike::{IslandCall, Islands};
 use crate::algo::group::Group;
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
 use crate::schedule::{Builder, Schedule, Slice, Space};
+use crate::sync::Arc;
 use crate::topo::Topology;
 use crate::types::Rank;
 
@@ -19,6 +21,7 @@ use crate::types::Rank;
 /// | gather | `count` | on the root `count` a rank, else nothing |
 /// | scatter | on the root `count` a rank, else nothing | `count` |
 /// | barrier | nothing | nothing |
+/// | by islands | a rank alone as above, another one nothing | `count`; of another one its part and a word for each rank of its group |
 ///
 /// Inputs are never written unless they are the output's own memory. A broadcast reads the root's input and writes
 /// every rank's output. A reduce writes the root's output alone; other ranks work in scratch memory.
@@ -81,6 +84,15 @@ pub enum Collective {
     },
     /// No data.
     Barrier,
+    /// Among ranks that are alike the caller moves data: see [`islands`](crate::algo::islands).
+    ByIslands {
+        /// What.
+        call: IslandCall,
+        /// Elements.
+        count: usize,
+        /// Who is alike.
+        islands: Arc<Islands>,
+    },
 }
 
 impl Collective {
@@ -118,6 +130,8 @@ impl Collective {
             Collective::Gather { .. } => CollectiveKind::Gather,
             Collective::Scatter { .. } => CollectiveKind::Scatter,
             Collective::Barrier => CollectiveKind::Barrier,
+            Collective::ByIslands { call: IslandCall::AllReduce, .. } => CollectiveKind::AllReduce,
+            Collective::ByIslands { call: IslandCall::Broadcast { .. }, .. } => CollectiveKind::Broadcast,
         }
     }
 

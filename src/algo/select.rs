@@ -3,8 +3,8 @@
 use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, ScratchLimit, Setting, schedule};
 use crate::algo::group::{Group, blocks, pieces};
 use crate::algo::{
-    agreement, binomial, bounded, bruck, chain, direct, dissemination, halving_doubling, hierarchical, put, ring,
-    van_de_geijn,
+    agreement, binomial, bounded, bruck, chain, direct, dissemination, halving_doubling, hierarchical, islands, put,
+    ring, van_de_geijn,
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
@@ -21,7 +21,7 @@ struct Row {
 }
 
 const TABLE: &[Row] = &[
-    Row { name: "local", can: |_, setting| setting.topo.size() == 1, prefer: always, copies: nothing, build: local },
+    Row { name: "local", can: is_local, prefer: always, copies: nothing, build: local },
     Row {
         name: "hierarchical",
         can: can_hierarchical,
@@ -97,6 +97,16 @@ const TABLE: &[Row] = &[
             put::all_gather(builder, &setting.world(), input(count));
         },
     },
+    Row {
+        name: "islands",
+        can: |collective, _| matches!(collective, Collective::ByIslands { .. }),
+        prefer: always,
+        copies: nothing,
+        build: |builder, collective, setting| {
+            let Collective::ByIslands { call, count, islands } = collective else { unreachable!("checked by `can`") };
+            islands::append(builder, setting, (*call, *count), islands);
+        },
+    },
 ];
 
 /// The name of the ring algorithms.
@@ -168,6 +178,11 @@ fn build(row: &Row, collective: &Collective, setting: Setting<'_>) -> Schedule {
     })
 }
 
+/// A world of one has no islands.
+fn is_local(collective: &Collective, setting: &Setting<'_>) -> bool {
+    setting.topo.size() == 1 && !matches!(collective, Collective::ByIslands { .. })
+}
+
 fn always(_: &Collective, _: &Setting<'_>) -> bool {
     true
 }
@@ -218,9 +233,10 @@ fn hierarchical_copies(collective: &Collective, setting: &Setting<'_>) -> usize 
 /// The bytes that the collective is about, on one rank. All ranks find the same, an all_to_all of unequal blocks aside.
 pub(crate) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
     let count = match collective {
-        Collective::AllReduce { count } | Collective::Reduce { count, .. } | Collective::Broadcast { count, .. } => {
-            *count
-        }
+        Collective::AllReduce { count }
+        | Collective::Reduce { count, .. }
+        | Collective::Broadcast { count, .. }
+        | Collective::ByIslands { count, .. } => *count,
         Collective::AllGatherIntoParts { count }
         | Collective::Gather { count, .. }
         | Collective::Scatter { count, .. } => count.saturating_mul(setting.topo.size()),
@@ -357,6 +373,7 @@ fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) 
         Collective::AllGatherIntoParts { count } => *count,
         Collective::AllToAll { send, .. } => send[0],
         Collective::Barrier => return,
+        Collective::ByIslands { .. } => unreachable!("checked by `can`"),
     };
     builder.push(Action::Copy { from: input(count), into: output(count) });
 }

@@ -390,7 +390,9 @@ fn total(buffers: &[Buffer]) -> usize {
 
 fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
     let (root, count) = match collective {
-        Collective::AllGatherIntoParts { .. } => unreachable!("how it runs is chosen later"),
+        Collective::AllGatherIntoParts { .. } | Collective::ByIslands { .. } => {
+            unreachable!("how it runs is chosen later")
+        }
         Collective::AllReduce { count } => (0, *count),
         Collective::Reduce { count, root }
         | Collective::Broadcast { count, root }

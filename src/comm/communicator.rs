@@ -312,10 +312,7 @@ impl Communicator {
     pub fn submit_batch(&self, ops: &[Op]) -> Result<Work, Error> {
         let first = check::batch(ops)?;
         let Mode::Stream(stream) = first.mode else { unreachable!("it has been checked") };
-        if self.device.goes_through_host() {
-            return self.run_through_host(ops, stream);
-        }
-        self.device.run_batch(self, ops, stream, first.timeout.unwrap_or_else(|| self.timeout()))
+        self.device.run(self, ops, None, stream, first.timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Submits an operation, which may complete here if the caller waits for it next.
@@ -354,10 +351,7 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         check::placement(op, Memory::Device(stream.device()))?;
-        if self.device.goes_through_host() {
-            return self.begin_through_host(op, factor, stream).map(Submitted::Pending);
-        }
-        self.device.run(self, op, factor, stream, timeout).map(Submitted::Pending)
+        self.device.run(self, std::slice::from_ref(op), factor, stream, timeout).map(Submitted::Pending)
     }
 
     /// Begins a collective. `called`: the kind that ranks must agree on and errors name, where it is not that of `op` (window
@@ -369,6 +363,11 @@ impl Communicator {
         timeout: Duration,
     ) -> Result<Submitted, Error> {
         let checked = check::collective(op, called, self.place)?;
+        if self.device.is_mixed()
+            && let Some(begun) = self.begin_among_islands(op, &checked, timeout)?
+        {
+            return Ok(begun);
+        }
         self.enter(op, |engine, driver| {
             let (input, output) = (Region::of(&op.inputs), Region::of(&op.outputs));
             let request = Request {

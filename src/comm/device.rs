@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::Buffer;
 use crate::comm::check::{self, RankAndSize};
+use crate::comm::island::Mixed;
 use crate::comm::other_hosts::ThroughEngine;
-use crate::config::{Config, EngineChoice};
+use crate::config::Config;
 use crate::deadline::deadline_after;
 use crate::device::executor::{self, CollectiveRequest, Executor, LANE, Ranks};
 use crate::device::far_windows::FarWindows;
@@ -32,6 +33,7 @@ use crate::sys::cuda::{Provider, Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
+pub(super) mod island;
 mod memory;
 mod parts;
 mod windows;
@@ -52,6 +54,8 @@ pub(super) struct DeviceSide {
     messages: OnceLock<Messages>,
     /// A communicator of the library that was split from that of others, until the setup.
     part: Mutex<Option<Part>>,
+    /// Which ranks are alike, with `engine=mixed`.
+    mixed: Mutex<Option<Arc<Mixed>>>,
 }
 
 impl DeviceSide {
@@ -74,12 +78,18 @@ impl DeviceSide {
             setup: Mutex::new(None),
             messages: OnceLock::new(),
             part: Mutex::new(None),
+            mixed: Mutex::new(None),
         }
     }
 
-    /// Whether tensors of devices go through memory of the host, by the CPU's engine.
-    pub(super) fn goes_through_host(&self) -> bool {
-        self.libraries.engine == EngineChoice::Host
+    /// Whether operations go through memory of the host, by the CPU's engine. Nothing else asks for it.
+    fn goes_through_host(&self) -> bool {
+        self.libraries.engine.goes_through_host()
+    }
+
+    /// The setting of what runs operations.
+    pub(super) fn engine(&self) -> &'static str {
+        self.libraries.engine.name()
     }
 
     /// Waits until nothing is in flight on the device, for `limit` at most.
@@ -115,6 +125,7 @@ impl DeviceSide {
             messages.close();
         }
         lock(&self.part).take();
+        self.close_island();
     }
 }
 
@@ -142,6 +153,9 @@ pub(super) trait Group: Ranks + Peers {
     fn place(&self) -> RankAndSize;
     fn driver(&self) -> &Arc<Driver>;
 
+    /// Runs operations through memory of the host, and returns the work of the last one, which has ended.
+    fn through_host(&self, ops: &[Op], factor: Option<Buffer>, stream: StreamHandle) -> Result<Work, Error>;
+
     /// Sends bytes to a rank in the background.
     fn send_bytes(&self, data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error>;
 
@@ -154,25 +168,31 @@ impl DeviceSide {
     pub(super) fn prepare(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<(), Error> {
         let operation = "prepare_device";
         check_open(group, operation)?;
+        if self.goes_through_host() {
+            return Ok(());
+        }
         self.executor(group, operation, device, timeout).map(drop)
     }
 
-    /// Puts an operation on a stream of the device in whose memory its buffers lie, and its factor if it has one there.
+    /// Puts an operation on a stream of the device in whose memory its buffers lie, and its factor if it has one there; or several
+    /// together, as [`check::batch`] wants them. Or has them go through memory of the host.
     pub(super) fn run(
         &self,
         group: &impl Group,
-        op: &Op,
+        ops: &[Op],
         factor: Option<Buffer>,
         stream: StreamHandle,
         timeout: Duration,
     ) -> Result<Work, Error> {
+        if self.goes_through_host() {
+            return group.through_host(ops, factor, stream);
+        }
+        let [op] = ops else { return self.run_batch(group, ops, stream, timeout) };
         if !group.driver().is_here() {
             return Err(group.driver().forked_error(op.kind.name()));
         }
         match op.kind {
-            OpKind::Send { .. } | OpKind::Recv { .. } => {
-                return self.run_batch(group, std::slice::from_ref(op), stream, timeout);
-            }
+            OpKind::Send { .. } | OpKind::Recv { .. } => return self.run_batch(group, ops, stream, timeout),
             ref kind if kind.is_access() => return self.access(group, op, stream, timeout),
             _ => {}
         }
@@ -203,8 +223,7 @@ impl DeviceSide {
         executor.collective(&request, group)
     }
 
-    /// Puts messages on a stream together, as [`check::batch`] wants them.
-    pub(super) fn run_batch(
+    fn run_batch(
         &self,
         group: &impl Group,
         ops: &[Op],

@@ -15,10 +15,12 @@ use crate::engine::driver::Driver;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::message::Direction;
 use crate::error::Error;
+use crate::op::Op;
 use crate::signature::Signature;
 use crate::sync::Arc;
+use crate::sys::cuda::StreamHandle;
 use crate::types::{Rank, Source, Tag};
-use crate::work::Entry;
+use crate::work::{Entry, Work};
 
 impl Presence for Communicator {
     fn are_there(&self) -> bool {
@@ -69,6 +71,10 @@ impl Group for Communicator {
 
     fn driver(&self) -> &Arc<Driver> {
         &self.driver
+    }
+
+    fn through_host(&self, ops: &[Op], factor: Option<Buffer>, stream: StreamHandle) -> Result<Work, Error> {
+        self.run_through_host(ops, factor, stream)
     }
 
     fn send_bytes(&self, data: Vec<u8>, to: Rank, tag: Tag) -> Result<(), Error> {

@@ -1,7 +1,7 @@
 //! The communicator: the handle on a group of ranks, and what it is made from.
 //!
 //! Floors, of which each uses only those below: `communicator`, with `registry`, `split`, `blocking`, `on_device`, `window` and `launch` on
-//! it; then `wireup` and `failure_detector`; then `bootstrap`; then `store`, `check`, `data`, `address`, `summary` and
+//! it, and `mixed` on these; then `device`; then `wireup`, `failure_detector` and `island`; then `bootstrap`; then `store`, `check`, `data`, `address`, `summary` and
 //! `framing`.
 
 pub mod address;
@@ -14,7 +14,9 @@ mod device;
 mod failure_detector;
 mod framing;
 mod group;
+mod island;
 pub mod launch;
+mod mixed;
 mod on_device;
 mod other_hosts;
 mod registry;

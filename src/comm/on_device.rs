@@ -3,7 +3,6 @@
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
-use crate::comm::device::check_open;
 use crate::device::allocator::Allocates;
 use crate::device::launch;
 use crate::error::{Error, UsageError};
@@ -15,9 +14,6 @@ impl Communicator {
     /// Sets up what operations on the CUDA device of this number need, which else the first of them does. All ranks call it,
     /// each with its own device; it returns once all have. What fails on a rank is an error on all.
     pub fn prepare_device(&self, device: u32) -> Result<(), Error> {
-        if self.device.goes_through_host() {
-            return check_open(self, "prepare_device");
-        }
         self.device.prepare(self, device, self.timeout())
     }
 

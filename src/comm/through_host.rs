@@ -20,24 +20,25 @@ use crate::types::Source;
 use crate::work::Work;
 
 impl Communicator {
-    /// As [`run_through_host`](Communicator::run_through_host), of one operation.
-    pub(super) fn begin_through_host(
+    /// Runs operations together, each as the CPU's engine runs it, and returns the work of the last one, which has ended. The time
+    /// limit of the first is that of all, and begins when the stream has come so far.
+    pub(super) fn run_through_host(
         &self,
-        op: &Op,
+        ops: &[Op],
         factor: Option<Buffer>,
         stream: StreamHandle,
     ) -> Result<Work, Error> {
         if factor.is_some() {
-            let expected = "a factor that is a number of the host, which alone engine=host takes".to_owned();
-            let (operation, got) = (op.kind.name().to_owned(), "one in the memory of a device".to_owned());
+            let engine = self.device.engine();
+            let expected = format!("a factor that is a number of the host, which alone engine={engine} takes");
+            let (operation, got) = (ops[0].kind.name().to_owned(), "one in the memory of a device".to_owned());
             return Err(UsageError { operation, argument: "op", expected, got }.into());
         }
-        self.run_through_host(std::slice::from_ref(op), stream)
-    }
-
-    /// Runs operations together, each as the CPU's engine runs it, and returns the work of the last one, which has ended. The time
-    /// limit of the first is that of all, and begins when the stream has come so far.
-    pub(super) fn run_through_host(&self, ops: &[Op], stream: StreamHandle) -> Result<Work, Error> {
+        if let [op] = ops
+            && let Some(work) = self.begin_on_island(op, stream)?
+        {
+            return Ok(work);
+        }
         let operation = ops[0].kind.name();
         if !self.driver.is_here() {
             return Err(self.driver.forked_error(operation));
@@ -48,10 +49,7 @@ impl Communicator {
         self.driver.with_engine(|engine| engine.check_open(operation))?;
         let (mut copies, ops) = match self.copied(ops, stream) {
             Ok(copied) => copied,
-            Err(Refusal::Captured) => {
-                let what = "engine=host waits for its stream, which nothing in a CUDA graph can: take engine=streams";
-                return Err(self.refused(operation, what));
-            }
+            Err(Refusal::Captured) => return Err(self.in_a_graph(operation)),
             Err(Refusal::Failed(error)) => {
                 self.tell_failure(&ops[0].kind, &error);
                 return Err(error);
@@ -79,7 +77,7 @@ impl Communicator {
             OpKind::Recv { from: Source::Rank(from), .. } => check::peer(op, "src", from, self.size())?,
             OpKind::Recv { from: Source::Any, .. } => {}
             ref kind if kind.is_access() || matches!(kind, OpKind::AllGatherPersistent { .. }) => {
-                return Err(self.without_windows(op.kind.name()));
+                return Err(self.device.without_windows(self.name(), op.kind.name()));
             }
             _ => _ = check::collective(op, None, RankAndSize { me: self.rank(), size: self.size() })?,
         }
@@ -123,7 +121,7 @@ impl Communicator {
     }
 
     /// Waits until the stream has come so far, for `limit` at most, and no longer than this rank is in the communicator.
-    fn wait_for(&self, stream: &Stream, operation: &str, limit: Duration) -> Result<(), Error> {
+    pub(super) fn wait_for(&self, stream: &Stream, operation: &str, limit: Duration) -> Result<(), Error> {
         let begin = Instant::now();
         while !stream.is_done().map_err(device_error(operation))? {
             self.driver.with_engine(|engine| engine.check_open(operation))?;
@@ -138,7 +136,7 @@ impl Communicator {
     }
 
     /// Tells the other ranks of a collective that has failed on this rank before it could begin.
-    fn tell_failure(&self, kind: &OpKind, error: &Error) {
+    pub(super) fn tell_failure(&self, kind: &OpKind, error: &Error) {
         if matches!(kind, OpKind::Send { .. } | OpKind::Recv { .. }) {
             return;
         }
@@ -152,9 +150,25 @@ impl Communicator {
         }
     }
 
-    /// The error of an operation on a window in the memory of a device.
-    pub(super) fn without_windows(&self, operation: &str) -> Error {
-        self.refused(operation, "engine=host has no windows in the memory of devices")
+    /// Refuses an operation on a stream that is being captured.
+    pub(super) fn check_no_capture(&self, op: &Op, stream: StreamHandle) -> Result<(), Error> {
+        let operation = op.kind.name();
+        let asked = Relaxed::enter().and_then(|_relaxed| stream.is_captured());
+        match asked.map_err(device_error(operation)) {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(self.in_a_graph(operation)),
+            Err(error) => {
+                self.tell_failure(&op.kind, &error);
+                Err(error)
+            }
+        }
+    }
+
+    fn in_a_graph(&self, operation: &str) -> Error {
+        let engine = self.device.engine();
+        let what =
+            format!("engine={engine} waits for its stream, which nothing in a CUDA graph can: take engine=streams");
+        self.refused(operation, &what)
     }
 
     fn refused(&self, operation: &str, cause: &str) -> Error {
@@ -163,7 +177,7 @@ impl Communicator {
 }
 
 /// Why nothing has begun.
-enum Refusal {
+pub(super) enum Refusal {
     /// The stream is being captured.
     Captured,
     /// The device or the host has failed.
@@ -176,7 +190,7 @@ enum NoCopy {
     Memory(String),
 }
 
-fn device_error(operation: &str) -> impl Fn(CudaError) -> Error {
+pub(super) fn device_error(operation: &str) -> impl Fn(CudaError) -> Error {
     move |error| Error::Device { operation: operation.to_owned(), cause: error.to_string() }
 }
 

@@ -48,9 +48,6 @@ impl Communicator {
         let exchanged = self.exchange::<TOLD>([id.0, memory.bytes() as u64, place, segment, offset, pid]);
         let agreed = exchanged.and_then(|answers| self.agree(id, memory, &answers)).and_then(|window| {
             if let Memory::Device(device) = memory.memory() {
-                if self.device.goes_through_host() {
-                    return Err(self.without_windows(REGISTER));
-                }
                 self.device.register_window(self, id, memory, device, self.timeout())?;
             }
             let mapped = self.map_parts(&window)?;

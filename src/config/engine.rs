@@ -15,16 +15,23 @@ pub enum EngineChoice {
     Rccl,
     /// The engine of the CPU, through memory of the host.
     Host,
+    /// A vendor's library within the ranks that are alike, the engine of the CPU between these and others.
+    Mixed,
 }
 
 impl EngineChoice {
     /// As they are written, in words.
-    pub(super) const FORM: &'static str = "auto, streams, nccl, rccl or host";
+    pub(super) const FORM: &'static str = "auto, streams, nccl, rccl, host or mixed";
 
     /// Reads it as it is written.
     pub(super) fn read(text: &str) -> Option<EngineChoice> {
-        use EngineChoice::{Auto, Host, Nccl, Rccl, Streams};
-        [Auto, Streams, Nccl, Rccl, Host].into_iter().find(|choice| choice.name() == text)
+        use EngineChoice::{Auto, Host, Mixed, Nccl, Rccl, Streams};
+        [Auto, Streams, Nccl, Rccl, Host, Mixed].into_iter().find(|choice| choice.name() == text)
+    }
+
+    /// Whether tensors of devices go through memory of the host, where nothing else is the better way.
+    pub fn goes_through_host(self) -> bool {
+        matches!(self, EngineChoice::Host | EngineChoice::Mixed)
     }
 
     /// As the setting has it.
@@ -35,6 +42,7 @@ impl EngineChoice {
             EngineChoice::Nccl => "nccl",
             EngineChoice::Rccl => "rccl",
             EngineChoice::Host => "host",
+            EngineChoice::Mixed => "mixed",
         }
     }
 }

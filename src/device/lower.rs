@@ -460,6 +460,7 @@ impl<'a> Lowering<'a> {
                 self.compute(Kernel::Fold { into, position, others });
             }
             Action::Scale { slice } => self.compute(Kernel::Scale { slice }),
+            Action::Await { .. } => unreachable!("no program has islands"),
             Action::Average { from, into } => {
                 let blocks = self.blocks(from, into.len);
                 self.compute(Kernel::Average { into, blocks });

@@ -26,9 +26,9 @@ use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::{Arc, Mutex};
 use crate::sys::cuda::{
-    Batch, Context, CudaError, DeviceBytes, DeviceWord, Event, RegisteredWords, Stream, Width, provider,
+    Batch, Context, CudaError, DeviceBytes, DeviceWord, Event, Provider, RegisteredWords, Stream, Width, provider,
 };
-use crate::sys::nccl::{Nccl, NcclCall};
+use crate::sys::nccl::{Nccl, NcclCall, Vendor};
 use crate::sys::words::SharedWords;
 use crate::types::Rank;
 
@@ -71,6 +71,16 @@ impl Libraries {
     /// What this rank offers other ranks, with the library that it has.
     pub(crate) fn offer(&self) -> (Offer, Option<Arc<Nccl>>) {
         offer(self.engine, self.files.each_ref().map(Option::as_deref))
+    }
+
+    /// The library of whose devices this process has, or why there is none.
+    pub(crate) fn own(&self) -> Result<Arc<Nccl>, String> {
+        let vendor = match provider().map_err(|error| error.to_string())? {
+            Provider::Cuda => Vendor::Nccl,
+            Provider::Hip => Vendor::Rccl,
+        };
+        let named = self.files[usize::from(vendor == Vendor::Rccl)].as_deref();
+        Nccl::load(vendor, named, &[]).map(Arc::new).map_err(|error| error.to_string())
     }
 
     /// This rank, `me` among `names`, as it decides with them on the library.

@@ -42,7 +42,7 @@ impl Request {
         let region = |slice| spaces.region(slice);
         let size = |slice| spaces.element_bytes(slice);
         match action {
-            Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
+            Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } | Action::Await { .. } => {}
             // In place. `copy_from` would find that out run by run.
             Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
             Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
@@ -157,6 +157,8 @@ struct Active {
     deadline: Option<Instant>,
     pulse: Pulse,
     suspect: Option<Suspect>,
+    /// The step in which it waits for its caller, and what for.
+    awaits: Option<(StepId, u32)>,
 }
 
 /// What another rank is known to have called.
@@ -373,8 +375,19 @@ impl Collectives {
         let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
         let left = blocked.len() - taken.steps;
-        self.active =
-            Some(Active { sequence, request, work, plan, blocked, ready, left, deadline, pulse, suspect: None });
+        self.active = Some(Active {
+            sequence,
+            request,
+            work,
+            plan,
+            blocked,
+            ready,
+            left,
+            deadline,
+            pulse,
+            suspect: None,
+            awaits: None,
+        });
         if let Some(failure) = self.failed.remove(&sequence) {
             self.fail_active_remotely(ctx, failure);
         } else if let Some((rank, cause)) = ctx.failures.left_before(sequence) {
@@ -417,6 +430,7 @@ impl Collectives {
                 self.start_send(ctx, step, to, region, message);
             }
             Action::Recv { from, .. } | Action::RecvReduce { from, .. } => self.start_receive(ctx, step, from, message),
+            Action::Await { number, .. } => active.awaits = Some((step, number)),
             _ => {
                 let sequence = active.sequence;
                 active.request.compute(action, ctx.size(), ctx.rndv.team);
@@ -577,6 +591,30 @@ impl Collectives {
         }
     }
 
+    // ---- what the caller does itself ----
+
+    /// What collective `sequence` waits for that its caller does.
+    pub(crate) fn awaited(&self, sequence: u64) -> Option<u32> {
+        let active = self.active.as_ref().filter(|active| active.sequence == sequence)?;
+        active.awaits.map(|(_, number)| number)
+    }
+
+    /// The caller has done what collective `sequence` waited for.
+    pub(crate) fn go_on(&mut self, ctx: &mut OpContext, sequence: u64) {
+        let active = self.active.as_mut().filter(|active| active.sequence == sequence);
+        if let Some((step, _)) = active.and_then(|active| active.awaits.take()) {
+            self.step_done(sequence, step);
+            self.progress(ctx);
+        }
+    }
+
+    /// The caller cannot do it: ends collective `sequence`, unless that has ended, and tells every other rank.
+    pub(crate) fn give_up(&mut self, ctx: &mut OpContext, sequence: u64, error: Error) {
+        if self.active.as_ref().is_some_and(|active| active.sequence == sequence) {
+            self.fail_active_with(ctx, |_| error);
+        }
+    }
+
     // ---- ends ----
 
     fn finish_active(&mut self, ctx: &mut OpContext, result: Result<(), Error>) {
@@ -726,10 +764,15 @@ impl Collectives {
         let op = OpId::Collective(sequence);
         let slow: Vec<Rank> =
             came.iter().copied().filter(|rank| posted.contains(rank) || ctx.exchanges(op, *rank)).collect();
-        let slow = format!(
-            "collective {sequence}: all ranks called it; rank(s) {} did not finish their part",
-            rank_list(&slow)
-        );
+        let waits_itself = self.active.as_ref().is_some_and(|active| active.awaits.is_some());
+        let whom = match (slow.is_empty(), waits_itself) {
+            (true, true) => format!("rank {} waits for its device", ctx.me),
+            (false, true) => {
+                format!("rank {} waits for its device, and rank(s) {} have not come so far", ctx.me, rank_list(&slow))
+            }
+            _ => format!("rank(s) {} did not finish their part", rank_list(&slow)),
+        };
+        let slow = format!("collective {sequence}: all ranks called it; {whom}");
         let others = came.into_iter().filter(|rank| *rank != ctx.me);
         let silent: Vec<Rank> = others.filter(|rank| self.is_silent(*rank, sequence, now)).collect();
         if silent.is_empty() {

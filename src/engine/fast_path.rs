@@ -153,6 +153,8 @@ impl Engine {
                         recorded.get_or_insert_with(|| engine.note_collective(request));
                     })
                 }
+                // Only who asks for it in its turn takes it.
+                Action::Await { .. } => StepState::NotBegun,
                 action => {
                     request.compute(action, self.context.size(), self.context.rndv.team);
                     StepState::Done

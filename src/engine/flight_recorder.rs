@@ -134,6 +134,13 @@ impl Recorder {
         }
     }
 
+    /// Notes how many bytes an operation reads and writes, where that is not what the engine does of it.
+    pub(crate) fn moves(&mut self, number: u64, bytes: Bytes) {
+        if let Some(record) = self.find(number) {
+            record.bytes = bytes;
+        }
+    }
+
     /// Notes how long an operation took by the clock of its device.
     pub(crate) fn took(&mut self, number: u64, time: Duration) {
         if let Some(record) = self.find(number) {

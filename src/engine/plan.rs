@@ -117,7 +117,7 @@ fn is_busy(schedule: &Schedule) -> bool {
         | Action::Fold { into, .. }
         | Action::Scale { slice: into }
         | Action::Average { into, .. } => into.len > 0,
-        Action::Copy { .. } => false,
+        Action::Copy { .. } | Action::Await { .. } => false,
     })
 }
 

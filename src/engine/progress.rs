@@ -190,6 +190,19 @@ impl Engine {
         self.handle_losses();
     }
 
+    /// The caller of collective `sequence` has done what that waited for.
+    pub(crate) fn go_on(&mut self, sequence: u64) {
+        self.collectives.go_on(&mut self.context, sequence);
+        self.handle_losses();
+    }
+
+    /// The caller of collective `sequence` cannot do what that waits for.
+    pub(crate) fn give_up(&mut self, sequence: u64, error: Error) {
+        self.collectives.give_up(&mut self.context, sequence, error);
+        self.handle_losses();
+        self.write_due_dump();
+    }
+
     /// Starts a message operation.
     pub(crate) fn submit_message(&mut self, request: MessageRequest, work: Work) {
         self.messages.submit(&mut self.context, request, work);

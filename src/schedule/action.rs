@@ -56,6 +56,13 @@ pub enum Action {
         /// What is multiplied.
         slice: Slice,
     },
+    /// Waits until the operation's caller has done what this number stands for, on a device. It reads and writes `slice`.
+    Await {
+        /// What the caller does.
+        number: u32,
+        /// The memory.
+        slice: Slice,
+    },
     /// `into = (block₀ + block₁ + …) / world size` over the blocks of `into.len` elements that `from` consists of, rounded
     /// once.
     Average {
@@ -78,6 +85,7 @@ impl Action {
             | Action::Fold { from, into, .. }
             | Action::Average { from, into } => (Some(from), Some(into)),
             Action::Scale { slice } => (None, Some(slice)),
+            Action::Await { slice, .. } => (Some(slice), Some(slice)),
         }
     }
 }

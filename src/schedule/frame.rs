@@ -68,6 +68,7 @@ impl Frame {
             Action::Reduce { from, into } => Action::Reduce { from: place(from), into: place(into) },
             Action::Fold { from, into, position } => Action::Fold { from: place(from), into: place(into), position },
             Action::Scale { slice } => Action::Scale { slice: place(slice) },
+            Action::Await { number, slice } => Action::Await { number, slice: place(slice) },
             Action::Average { from, into } => Action::Average { from: place(from), into: place(into) },
         }]
     }

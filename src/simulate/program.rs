@@ -283,5 +283,6 @@ fn compact(action: &Action, element: u64, placement: Placement, sequence: impl F
             local(Kind::Reduce, from)
         }
         Action::Scale { slice } => local(Kind::Reduce, slice),
+        Action::Await { slice, .. } => local(Kind::Nothing, slice),
     }
 }

@@ -150,6 +150,7 @@ pub(crate) struct Software {
     calls: unsafe extern "C" fn(*mut c_char, usize) -> usize,
     plant: unsafe extern "C" fn(*const c_char),
     living: unsafe extern "C" fn(*const c_char) -> c_long,
+    copied_bytes: unsafe extern "C" fn() -> u64,
 }
 
 impl Software {
@@ -160,6 +161,7 @@ impl Software {
         };
         let calls = symbol(c"softcuda_calls")?;
         let (plant, living) = (symbol(c"softcuda_plant")?, symbol(c"softcuda_living")?);
+        let copied_bytes = symbol(c"softcuda_copied_bytes")?;
         Some(Software {
             // SAFETY: tests/softcuda declares it so.
             uses: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> u64>(uses) },
@@ -173,6 +175,8 @@ impl Software {
             living: unsafe {
                 std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> c_long>(living)
             },
+            // SAFETY: as above.
+            copied_bytes: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> u64>(copied_bytes) },
         })
     }
 
@@ -181,6 +185,12 @@ impl Software {
         let call = CString::new(call).expect("a name");
         // SAFETY: the name ends with a zero.
         unsafe { (self.uses)(call.as_ptr()) }
+    }
+
+    /// How many bytes have been copied.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        // SAFETY: it takes nothing.
+        unsafe { (self.copied_bytes)() }
     }
 
     /// The functions that have been called.

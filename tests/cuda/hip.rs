@@ -16,7 +16,7 @@ const FOUR: (&str, &str) = ("SOFTCUDA_DEVICES", "4");
 const WAITS: (&str, &str) = ("SOFTHIP_WAITS", "1");
 
 /// What a process preloads so that its devices are HIP's; nothing where there is no software HIP.
-fn preload() -> Option<String> {
+pub(crate) fn preload() -> Option<String> {
     let Some((home, _)) = std::env::var("SOFTCUDA_HOME").ok().zip(Software::new()) else {
         not_run("there is no software HIP");
         return None;

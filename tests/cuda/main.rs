@@ -13,6 +13,7 @@ mod hosts;
 mod lanes;
 mod message_graphs;
 mod messages;
+mod mixed;
 mod moving;
 #[path = "../engine/numbers.rs"]
 mod numbers;

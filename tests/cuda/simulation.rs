@@ -108,6 +108,7 @@ impl Machine<'_, '_> {
                 let ReduceOp::PreMulSum(factor) = op else { panic!("nothing to scale by") };
                 self.change(slice, |result| reduce::scale(dtype, factor, result));
             }
+            Action::Await { .. } => panic!("no program has islands"),
             Action::Average { from, into } => {
                 let bytes = self.read(from);
                 let blocks = self.blocks(&bytes, from, into.len);

@@ -197,6 +197,7 @@ fn take(machines: &mut [Machine<'_>], next: &Move) {
                         *sum = sum.wrapping_add(value.wrapping_mul(division));
                     }
                 }
+                Action::Await { .. } => panic!("nobody calls by islands here"),
                 // Only those without content come here.
                 Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } => {}
             }

@@ -70,11 +70,12 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["address", "check", "data", "framing", "registry"],
             &["store", "summary", "tensors"],
             &["bootstrap"],
-            &["wireup", "failure_detector", "other_hosts"],
+            &["island", "wireup", "failure_detector", "other_hosts"],
             &["device"],
             &["communicator"],
             // What a communicator offers, and ways to one.
             &["blocking", "group", "launch", "on_device", "split", "through_host", "window"],
+            &["mixed"],
         ],
     ),
     (

@@ -220,4 +220,47 @@ MUTATIONS = (
         ),
         ("pairwise::every_pair_of_values_goes_together",),
     ),
+    Mutation(
+        "an average of averages",
+        "Where some ranks are alike, the average is that of all ranks. Here each group has its own.",
+        (
+            Edit(
+                "src/comm/mixed.rs",
+                "ReduceOp::PreMulSum(1.0 / self.size() as f64)",
+                "ReduceOp::Avg",
+            ),
+        ),
+        ("mixed::groups_may_differ_in_size",),
+    ),
+    Mutation(
+        "a library before all have called",
+        "Before a library moves data, all ranks have called the same. Here only those have that are alike.",
+        (Edit("src/algo/islands.rs", "    agreement::confirm(builder, &setting.world());\n", ""),),
+        ("mixed::libraries_serve_those_that_are_alike_and_the_host_the_rest",),
+    ),
+    Mutation(
+        "who is alike is forgotten",
+        "The failure of an operation by a library is no reason to decide again who is alike: it has ended well on "
+        "other ranks. Here it is one.",
+        (
+            Edit(
+                "src/comm/island.rs",
+                "if matches!(result, Err(Error::Mismatch { detail, .. }) if detail.starts_with(RUN_OTHERWISE)) {",
+                "if !RUN_OTHERWISE.is_empty() && result.is_err() {",
+            ),
+        ),
+        ("mixed::what_hangs_in_a_library_ends_on_all_ranks_and_they_go_on",),
+    ),
+    Mutation(
+        "an end before the device's",
+        "An operation ends when the library has spread the result. Here it ends once that is on the stream.",
+        (
+            Edit(
+                "src/comm/mixed.rs",
+                "                END => self.wait_for_device(work, in_use),\n",
+                "                END => Ok(()),\n",
+            ),
+        ),
+        ("mixed::what_hangs_in_a_library_ends_on_all_ranks_and_they_go_on",),
+    ),
 )

@@ -145,6 +145,6 @@ fn info(rank: u32) -> RankInfo {
         name: "fuzz".to_owned(),
         process: ProcessId::own(),
         algorithm: None,
-        through_host: false,
+        through_host: None,
     }
 }

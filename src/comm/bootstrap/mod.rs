@@ -52,7 +52,7 @@ pub use simulated::simulate_start;
 
 use crate::algo::Tuning;
 use crate::comm::store::Store;
-use crate::config::{Config, EngineChoice};
+use crate::config::Config;
 use crate::deadline::deadline_after;
 use crate::error::InitError;
 use crate::sys::process::{self, ProcessId};
@@ -105,7 +105,7 @@ pub fn join(
             world_size,
             name: name.to_string(),
             algorithm: config.algorithm.clone(),
-            through_host: config.engine == EngineChoice::Host,
+            through_host: Some(config.engine).filter(|engine| engine.goes_through_host()),
         })
     };
     let (keys, World { ranks, tuning, scratch_bytes }) = if size == 1 {

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 use super::build::Build;
-use crate::config::Config;
+use crate::config::{Config, EngineChoice};
 use crate::error::InitError;
 use crate::sys::net;
 use crate::sys::process::ProcessId;
@@ -114,8 +114,8 @@ pub struct RankInfo {
     pub name: String,
     /// The algorithm that its settings ask for. Rank 0's holds for all ranks; joining fails if another rank asks for another.
     pub algorithm: Option<String>,
-    /// Whether its tensors of devices go through memory of the host (`engine=host`).
-    pub through_host: bool,
+    /// Its engine, where that has tensors of devices go through memory of the host.
+    pub through_host: Option<EngineChoice>,
 }
 
 pub(super) mod rank_number {

@@ -1,6 +1,7 @@
 //! Which ranks have joined, and whether they fit together: the root's decisions, without a socket.
 
 use super::protocol::RankInfo;
+use crate::config::EngineChoice;
 use crate::types::Rank;
 
 /// The ranks that have joined so far, by number.
@@ -38,9 +39,10 @@ impl Roster {
             return differ("algorithm", &algorithm(&info), &algorithm(root));
         }
         if info.through_host != root.through_host {
-            let engine = |info: &RankInfo| if info.through_host { "host" } else { "another" };
+            let engine = |info: &RankInfo| info.through_host.map_or("another", EngineChoice::name);
+            let told = info.through_host.or(root.through_host).map_or("", EngineChoice::name);
             return differ("the engine", engine(&info), engine(root))
-                .map_err(|text| format!("{text}: engine=host is set on all ranks or on none"));
+                .map_err(|text| format!("{text}: engine={told} is set on all ranks or on none"));
         }
         let (rank, host, size) = (info.rank, &info.host_id, root.world_size);
         match self.ranks.get_mut(rank.index()) {
@@ -94,7 +96,7 @@ mod tests {
             world_size: 2,
             name: "test".to_owned(),
             algorithm: None,
-            through_host: false,
+            through_host: None,
         }
     }
 
@@ -116,11 +118,18 @@ mod tests {
 
     #[test]
     fn a_rank_whose_tensors_alone_go_through_the_host_is_refused() {
-        for at in [0, 1] {
-            let [root, other] = [0, 1].map(|rank| RankInfo { through_host: rank == at, ..info(rank, Build::own()) });
+        let (host, mixed) = (Some(EngineChoice::Host), Some(EngineChoice::Mixed));
+        for (choices, engines, told) in [
+            ([host, None], "another, rank 0 has host", "host"),
+            ([None, host], "host, rank 0 has another", "host"),
+            ([None, mixed], "mixed, rank 0 has another", "mixed"),
+            ([host, mixed], "mixed, rank 0 has host", "mixed"),
+        ] {
+            let [root, other] =
+                [0, 1].map(|rank| RankInfo { through_host: choices[rank as usize], ..info(rank, Build::own()) });
             let cause = Roster::new(root).add(other).expect_err("it differs");
-            let engines = ["another, rank 0 has host", "host, rank 0 has another"][at as usize];
-            let expected = format!("rank 1 on host `there` has the engine {engines}: engine=host is set on all ranks");
+            let expected =
+                format!("rank 1 on host `there` has the engine {engines}: engine={told} is set on all ranks");
             assert!(cause.starts_with(&expected), "{cause}");
         }
     }

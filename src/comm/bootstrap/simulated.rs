@@ -51,7 +51,7 @@ pub(super) fn imagined(world: &World, rank: usize) -> Joiner {
         world_size: world.ranks() as u32,
         name: "default_pg".to_owned(),
         algorithm: None,
-        through_host: false,
+        through_host: None,
     };
     let place = Place { host: here, addresses: vec![network(host)], port: port(rank) };
     Joiner { info, place: (world.ranks() > STAR_RANKS).then_some(place) }

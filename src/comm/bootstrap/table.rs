@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use super::build::Build;
 use super::protocol::{INFO_BYTES_MAX, RankInfo, TABLE_BYTES_MAX};
+use crate::config::EngineChoice;
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -31,7 +32,7 @@ struct Common {
     world_size: u32,
     name: String,
     algorithm: Option<String>,
-    through_host: bool,
+    through_host: Option<EngineChoice>,
 }
 
 /// A rank without its number and its host.
@@ -265,7 +266,7 @@ mod tests {
             world_size: size as u32,
             name: "default_pg".to_owned(),
             algorithm: None,
-            through_host: false,
+            through_host: None,
         }
     }
 
@@ -288,7 +289,7 @@ mod tests {
         ranks[1].addresses.clear();
         ranks[2].host_id = String::new();
         ranks[3].algorithm = Some("ring".to_owned());
-        ranks[3].through_host = true;
+        ranks[3].through_host = Some(EngineChoice::Mixed);
         ranks[3].host_id = ranks[0].host_id.clone();
         ranks[4].addresses.insert("another".to_owned(), vec![7; 300]);
         ranks[5].name = "ä".repeat(100);

@@ -51,7 +51,7 @@ fn info(rank: usize, host: &Host) -> RankInfo {
         world_size: SIZE as u32,
         name: "test".to_owned(),
         algorithm: None,
-        through_host: false,
+        through_host: None,
     }
 }
 

@@ -30,6 +30,9 @@ impl DeviceSide {
         device: u32,
         timeout: Duration,
     ) -> Result<(), Error> {
+        if self.goes_through_host() {
+            return Err(self.without_windows(group.name(), "window_register"));
+        }
         // Mapping memory spoils captures otherwise. Where there is no driver, the setup says so.
         let _relaxed = Relaxed::enter();
         let executor = self.executor(group, "window_register", device, timeout)?;
@@ -39,6 +42,12 @@ impl DeviceSide {
         }
         let are_there = || group.driver().with_engine(|engine| engine.is_whole());
         executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout), &are_there)
+    }
+
+    /// The error of an operation on a window in the memory of a device, where operations go through that of the host.
+    pub(in crate::comm) fn without_windows(&self, comm: &str, operation: &str) -> Error {
+        let what = format!("engine={} has no windows in the memory of devices", self.engine());
+        InitError::Config(format!("communicator `{comm}`: {operation}: {what}")).into()
     }
 
     /// Waits until this rank has nothing in flight on its device that accesses a window.

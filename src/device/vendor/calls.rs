@@ -103,6 +103,7 @@ impl<'a> Making<'a, '_> {
             }
             Collective::AllGather { counts } => self.all_gather(counts)?,
             Collective::AllGatherIntoParts { .. } => unreachable!("only programs write to other ranks' memory"),
+            Collective::ByIslands { .. } => unreachable!("a library is called of one island"),
             Collective::ReduceScatter { counts } => self.reduce_scatter(counts)?,
             Collective::AllToAll { send, recv } => {
                 for peer in ranks() {

@@ -38,7 +38,7 @@ fn vendor(choice: EngineChoice, provider: Provider) -> Option<Vendor> {
     match (choice, provider) {
         (EngineChoice::Nccl, _) => Some(Vendor::Nccl),
         (EngineChoice::Rccl, _) | (EngineChoice::Auto, Provider::Hip) => Some(Vendor::Rccl),
-        (EngineChoice::Auto | EngineChoice::Streams | EngineChoice::Host, _) => None,
+        (EngineChoice::Auto | EngineChoice::Streams | EngineChoice::Host | EngineChoice::Mixed, _) => None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, [`calls`] turns a
+//! A vendor's library that runs collectives and carries messages: [`choice`] decides whether ranks use it, or [`alike`] which, [`calls`] turns a
 //! collective into its calls, and by a [`split`] the parts of a communicator get theirs. What calls pass of some memory is
 //! [`registered`] first.
 //!
@@ -23,6 +23,7 @@ use crate::sys::cuda::{CudaError, Current, Stream};
 use crate::sys::nccl::{Feature, Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
+pub(crate) mod alike;
 pub(crate) mod calls;
 pub(crate) mod captured;
 pub(crate) mod choice;

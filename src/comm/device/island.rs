@@ -1,0 +1,153 @@
+//! How ranks find out which of them are alike (`engine=mixed`), and what they tell each other.
+
+use std::time::{Duration, Instant};
+
+use super::{DeviceSide, Group, hear, own_device, tell};
+use crate::comm::island::{Member, Mixed, Turn};
+use crate::config::EngineChoice;
+use crate::device::setup::{self, AllGather, SetupFailure};
+use crate::device::vendor::alike::{self, Card, OnDevice};
+use crate::engine::region::Words;
+use crate::error::Error;
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::cuda::{Context, Device, Relaxed, provider};
+use crate::sys::nccl::Nccl;
+use crate::types::{Rank, Tag};
+
+/// What a rank tells of its device, its library, and the context.
+type Own = (OnDevice, Option<Arc<Nccl>>, Arc<Context>);
+
+impl DeviceSide {
+    /// Whether a vendor's library moves data within the ranks that are alike.
+    pub(in crate::comm) fn is_mixed(&self) -> bool {
+        self.libraries.engine == EngineChoice::Mixed
+    }
+
+    /// Which ranks are alike. All ranks find out together at the first call that depends on it, by `exchange`; what a rank has
+    /// then, `device` or none, is what it has in this communicator.
+    pub(in crate::comm) fn islands(
+        &self,
+        group: &impl Group,
+        operation: &str,
+        device: Option<u32>,
+        timeout: Duration,
+        exchange: &mut AllGather<'_>,
+    ) -> Result<Arc<Mixed>, Error> {
+        let mut known = lock(&self.mixed);
+        let mixed = match &*known {
+            Some(mixed) if !mixed.is_doubtful() => mixed.clone(),
+            _ => known.insert(Arc::new(self.find_islands(group, device, timeout, exchange)?)).clone(),
+        };
+        if let (Some(member), Some(device)) = (&mixed.member, device) {
+            own_device(member.context.device().ordinal(), operation, device)?;
+        }
+        Ok(mixed)
+    }
+
+    fn find_islands(
+        &self,
+        group: &impl Group,
+        device: Option<u32>,
+        timeout: Duration,
+        exchange: &mut AllGather<'_>,
+    ) -> Result<Mixed, Error> {
+        let (comm, me) = (group.name(), group.place().me);
+        // Loading a library and making a context spoil captures otherwise. Where there is no driver, the card says so.
+        let _relaxed = device.and_then(|_| Relaxed::enter().ok());
+        let (own, card) = match device.map(|device| self.card(device)).transpose() {
+            Ok(own) => {
+                let card = Card { device: own.as_ref().map(|(card, ..)| card.clone()) };
+                (own, Ok(card))
+            }
+            Err(failure) => (None, Err(failure)),
+        };
+        let names: Vec<Rank> = (0..group.place().size).map(Rank::from).collect();
+        let cards: Vec<Card> = setup::tell(comm, &names, exchange, card)?;
+        let (islands, why) = alike::islands(&cards);
+        let ranks = islands.groups()[islands.group_of(me)].clone();
+        if me.index() == 0 {
+            let groups: Vec<&Vec<Rank>> = islands.groups().iter().filter(|group| group.len() > 1).collect();
+            log::info!("communicator `{comm}`: a vendor's library moves data within {groups:?}");
+            why.iter().for_each(|why| log::warn!("communicator `{comm}`: tensors go through the host: {why}"));
+        }
+        let member = match own {
+            Some((_, Some(library), context)) if ranks.len() > 1 => {
+                let place = ranks.iter().position(|rank| *rank == me).expect("it is in its group");
+                // Half, so that why one has not begun is known before the operation's time is over.
+                let candidate = self.libraries.candidate(comm, (Rank::from(place), &ranks), timeout / 2);
+                let chosen = candidate.alike(library);
+                let turn = Mutex::new(Turn { staging: Words::new(Vec::new()), generation: 0, has_begun: false });
+                Some(Member { chosen, context, ranks, place, turn, library: Mutex::new(None) })
+            }
+            _ => None,
+        };
+        Ok(Mixed::new(islands, member))
+    }
+
+    /// What this rank has on a device.
+    fn card(&self, device: u32) -> Result<Own, SetupFailure> {
+        let device = Device::new(device).map_err(setup::failed("its device"))?;
+        let context = Context::primary(device).map_err(setup::failed("a context"))?;
+        let provider = provider().map_err(setup::failed("the driver"))?;
+        let uuid = device.uuid().map_err(setup::failed("its device's identity"))?;
+        let (library, told) = match self.libraries.own() {
+            Ok(library) => {
+                let code = library.version().to_code();
+                (Some(library), Ok(code))
+            }
+            Err(cause) => (None, Err(beginning(&cause))),
+        };
+        Ok((OnDevice { provider, uuid, library: told }, library, context))
+    }
+
+    /// Gives back what the ranks that are alike have of a library. Nothing of it is on a stream, or it was given up.
+    pub(super) fn close_island(&self) {
+        let mixed = lock(&self.mixed).take();
+        let member = mixed.as_ref().and_then(|mixed| mixed.member.as_ref());
+        if let Some(library) = member.and_then(|member| lock(&member.library).take())
+            && !library.is_given_up()
+        {
+            library.end();
+        }
+    }
+}
+
+/// The beginning of a text, as much as has room in what ranks tell.
+fn beginning(text: &str) -> String {
+    let plain = text
+        .chars()
+        .map(|letter| if letter.is_ascii_graphic() && !['"', '\\'].contains(&letter) { letter } else { ' ' });
+    plain.take(700).collect()
+}
+
+/// Sends each of these ranks bytes, and returns what all have sent, in their order. They belong to the collective of this number:
+/// what was sent for an earlier one, which has failed, is passed over.
+pub(in crate::comm) fn tell_all(
+    group: &impl Group,
+    operation: &str,
+    (ranks, me): (&[Rank], Rank),
+    number: u64,
+    own: Vec<u8>,
+    until: Instant,
+) -> Result<Vec<Vec<u8>>, Error> {
+    let told = [&number.to_le_bytes(), &own[..]].concat();
+    for to in ranks.iter().filter(|rank| **rank != me) {
+        tell(group, *to, Tag::DEVICE, told.clone())?;
+    }
+    let hear_from = |from: Rank| loop {
+        let heard = hear(group, from, Tag::DEVICE, until.saturating_duration_since(Instant::now()))?;
+        let (theirs, said) = heard.split_at_checked(NUMBER).unwrap_or_default();
+        let theirs = theirs.try_into().map_or(u64::MAX, u64::from_le_bytes);
+        if theirs == number {
+            return Ok(said.to_vec());
+        }
+        if theirs > number {
+            let detail = format!("rank {me} has come to collective {number}, rank {from} to another one in its place");
+            return Err(Error::Mismatch { operation: operation.to_owned(), detail });
+        }
+    };
+    ranks.iter().map(|rank| if *rank == me { Ok(own.clone()) } else { hear_from(*rank) }).collect()
+}
+
+/// The bytes of a collective's number.
+const NUMBER: usize = 8;
