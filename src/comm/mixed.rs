@@ -23,9 +23,9 @@ use crate::deadline::{deadline_after, nap};
 use crate::device::in_flight::Runner;
 use crate::device::vendor::calls::{self, Called};
 use crate::device::vendor::{Patience, VendorComm};
-use crate::engine::collective::Request;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::region::{Region, Spaces, Words};
+use crate::engine::request::Request;
 use crate::error::{Error, InitError};
 use crate::op::{Mode, Op, OpKind};
 use crate::schedule::Slice;
@@ -33,6 +33,7 @@ use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{
     CudaError, Current, DeviceBytes, DeviceMemory, Relaxed, Stream, StreamHandle, copy_from_host, copy_to_host,
 };
+use crate::sys::team::Team;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::{Submitted, Work};
 
@@ -300,7 +301,7 @@ impl Call<'_> {
         if self.op.inputs.iter().all(|buffer| buffer.device_bytes().is_none()) {
             let mut words = Words::new(vec![0; whole.len().div_ceil(WORD)]);
             let mut copy = Region::of(&[words.buffer()]).part(0, whole.len());
-            copy.copy_from(&Region::of(&self.op.inputs));
+            copy.copy_from(&Region::of(&self.op.inputs), Team::ALONE);
             copy_from_host(current, &copy.run(0)[..whole.len()], whole)?;
             // A copy from memory that is not pinned may return when that has only been read.
             return Stream::default_of(&self.member.context).synchronize();
@@ -320,7 +321,7 @@ impl Call<'_> {
             let mut words = Words::new(vec![0; whole.len().div_ceil(WORD)]);
             let mut copy = Region::of(&[words.buffer()]).part(0, whole.len());
             copy_to_host(current, whole, &mut copy.run_mut(0)[..whole.len()])?;
-            Region::of(&self.op.outputs).copy_from(&copy);
+            Region::of(&self.op.outputs).copy_from(&copy, Team::ALONE);
             return Ok(());
         }
         self.with_parts(&self.op.outputs, whole, |part, buffer| stream.copy(current, part, buffer))?;

@@ -5,126 +5,25 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Chunking, Collective, Scaling, ScratchLimit, Setting};
+use crate::algo::{Chunking, Scaling, ScratchLimit, Setting};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
-use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
+use crate::engine::frame::{Failed, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
-use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
-use crate::engine::reduce::{self, Operands};
-use crate::engine::region::{Region, Scratch, Spaces};
+use crate::engine::recv_buffer::{RecvBuffer, Sink};
+use crate::engine::reduce::Operands;
+use crate::engine::region::{Region, Scratch};
+use crate::engine::request::Request;
 use crate::error::{Error, rank_list};
-use crate::schedule::{Action, Slice, Space, StepId};
+use crate::schedule::{Action, StepId};
 use crate::signature::Signature;
 use crate::sync::Arc;
-use crate::sys::team::Team;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
-
-/// A collective as it is submitted.
-pub(crate) struct Request {
-    pub(crate) collective: Collective,
-    pub(crate) signature: Signature,
-    pub(crate) reduce: Option<ReduceOp>,
-    pub(crate) dtype: DType,
-    pub(crate) spaces: Spaces,
-    pub(crate) timeout: Duration,
-}
-
-impl Request {
-    /// Takes a step that needs no other rank, of as many as `world`.
-    pub(crate) fn compute(&self, action: Action, world: usize, team: Team) {
-        let (dtype, spaces) = (self.dtype, &self.spaces);
-        let region = |slice| spaces.region(slice);
-        let size = |slice| spaces.element_bytes(slice);
-        match action {
-            Action::Send { .. } | Action::Recv { .. } | Action::RecvReduce { .. } | Action::Await { .. } => {}
-            // In place. `copy_from` would find that out run by run.
-            Action::Copy { from, into } if self.spaces.begin_alike(from, into) => {}
-            Action::Copy { from, into } if into.space == Space::Sums && from.space != Space::Sums => {
-                spaces.each_block(into, from, |run, blocks| {
-                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
-                        reduce::widen(dtype, run, blocks[0])
-                    });
-                });
-            }
-            Action::Copy { from, into } => region(into).copy_from(&region(from), team),
-            Action::Reduce { from, into } => {
-                let operands = self.operands(into);
-                region(into).zip(&region(from), |run, block| {
-                    team.spread((run, size(into)), (&[block], size(from)), |run, blocks| {
-                        reduce::combine(operands, run, blocks[0])
-                    });
-                });
-            }
-            Action::Fold { from, into, position } => {
-                let (operands, position) = (self.operands(into), position as usize);
-                spaces.each_block(into, from, |run, blocks| {
-                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
-                        reduce::fold(operands, run, position, blocks)
-                    });
-                });
-            }
-            Action::Scale { slice } => {
-                if let Some(ReduceOp::PreMulSum(factor)) = self.reduce {
-                    region(slice).each_mut(|run| {
-                        team.spread((run, size(slice)), (&[], size(slice)), |run, _| reduce::scale(dtype, factor, run));
-                    });
-                }
-            }
-            Action::Average { from, into } if from == into => {
-                region(into).each_mut(|run| {
-                    team.spread((run, size(into)), (&[], size(into)), |run, _| reduce::divide(dtype, world, run));
-                });
-            }
-            Action::Average { from, into } => {
-                let operands = self.operands(from);
-                spaces.each_block(into, from, |run, blocks| {
-                    team.spread((run, size(into)), (blocks, size(from)), |run, blocks| {
-                        reduce::average(operands, world, run, blocks)
-                    });
-                });
-            }
-        }
-    }
-
-    /// What is combined in the memory of `slice`.
-    fn operands(&self, slice: Slice) -> Operands {
-        match slice.space {
-            Space::Sums => Operands::Sums(self.dtype),
-            _ => Operands::Elements(self.reduce.unwrap_or(ReduceOp::Sum), self.dtype),
-        }
-    }
-
-    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the cache.
-    pub(crate) fn sends_cache_hot(&self) -> bool {
-        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= HOT_MAX_BYTES
-    }
-
-    /// The header of a message that is sent at once.
-    pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
-        let signature = self.signature;
-        Header {
-            signature,
-            index: message,
-            ..Header::control(FrameKind::Eager, MatchSpace::Collective, sequence, 0, len as u64)
-        }
-    }
-
-    /// The place that a step receives into, if it does.
-    pub(crate) fn buffer(&self, action: Action, completion: Completion) -> Option<RecvBuffer> {
-        let (into, action) = match action {
-            Action::RecvReduce { into, .. } => (into, RecvAction::Reduce(self.operands(into))),
-            Action::Recv { into, .. } => (into, RecvAction::Store),
-            _ => return None,
-        };
-        Some(RecvBuffer { region: self.spaces.region(into), action, completion, received: 0 })
-    }
-}
 
 /// A message that came before it was asked for.
 enum Unexpected {
@@ -809,9 +708,6 @@ fn tell_others(ctx: &mut OpContext, failed: Failed, text: &str) {
 
 /// The message belongs to a collective that is over.
 struct Stale;
-
-/// How much data a collective may have to find in the cache what it wrote.
-const HOT_MAX_BYTES: usize = 512 * 1024;
 
 #[cfg(test)]
 mod tests;

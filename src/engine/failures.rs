@@ -198,13 +198,13 @@ mod tests {
     use super::*;
     use crate::algo::Collective;
     use crate::engine::call::Call;
-    use crate::engine::collective::Request;
     use crate::engine::flight_recorder::Bytes;
     use crate::engine::frame::{Failed, FrameKind, Header, Reason};
     use crate::engine::message::{Direction, message_header};
     use crate::engine::mock_peer::Harness;
     use crate::engine::plan::Executed;
     use crate::engine::region::{Region, Spaces, Words};
+    use crate::engine::request::Request;
     use crate::error::LinkDown;
     use crate::signature::Signature;
     use crate::types::{DType, Source, Tag};

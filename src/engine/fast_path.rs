@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use crate::engine::body::Body;
 use crate::engine::call::Call;
-use crate::engine::collective::Request;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
@@ -19,6 +18,7 @@ use crate::engine::plan::{Executed, Plan};
 use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::engine::region::Region;
+use crate::engine::request::Request;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};

@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use crate::algo::Collective;
 use crate::counts::Counts;
-use crate::engine::collective::Request;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{HEADER_MAX, Header};
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::mock_peer::Harness;
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces, Words};
+use crate::engine::request::Request;
 use crate::engine::window::{RmaOp, RmaRequest};
 use crate::fuzz_input::Input;
 use crate::signature::Signature;

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use crate::algo::Collective;
 use crate::engine::call::Call;
-use crate::engine::collective::Request;
 use crate::engine::connector::Route;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::Header;
@@ -13,6 +12,7 @@ use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::plan::Executed;
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces, Words};
+use crate::engine::request::Request;
 use crate::error::LinkDown;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};

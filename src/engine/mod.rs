@@ -58,6 +58,7 @@ pub(crate) mod recv_buffer;
 pub mod reduce;
 pub(crate) mod region;
 pub(crate) mod relay;
+pub(crate) mod request;
 pub(crate) mod rndv;
 pub(crate) mod shutdown;
 pub(crate) mod single_copy;

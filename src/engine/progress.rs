@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::engine::buffered_send::BufferedSends;
 use crate::engine::call::Call;
-use crate::engine::collective::{Collectives, Request};
+use crate::engine::collective::Collectives;
 use crate::engine::completion::{Completion, Finished, OpId};
 use crate::engine::connector::FindRoutes;
 use crate::engine::context::OpContext;
@@ -23,6 +23,7 @@ use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
 use crate::engine::relay::Relay;
+use crate::engine::request::Request;
 use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
