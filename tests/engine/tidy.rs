@@ -50,6 +50,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             ],
             // Queues.
             &["recv_buffer", "inbox", "outbox"],
+            // What is called.
+            &["request"],
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.
