@@ -412,7 +412,6 @@ impl Endpoints {
     /// Looks after the connections that are being opened or end. The poller names those that break later. Returns the peers that
     /// have nothing more to say: what has come from them is to be taken, and then they are lost.
     pub(crate) fn check(&mut self) -> Vec<(Rank, LinkDown)> {
-        self.notice_held();
         if self.agenda.ranks(List::Unsettled).is_empty() {
             return Vec::new();
         }
@@ -428,20 +427,6 @@ impl Endpoints {
             }
         }
         gone
-    }
-
-    /// Looks after streams that hold bytes as after those that are being opened: one of their connections may be silent, of
-    /// which the poller has nothing to tell.
-    fn notice_held(&mut self) {
-        if !self.holds_bytes() {
-            return;
-        }
-        for rank in self.peers.known().to_vec() {
-            let is_opening = self.peers.get(rank).is_some_and(|peer| peer.outbox.is_opening());
-            if is_opening && !self.agenda.has(List::Unsettled, rank) {
-                self.settle(rank);
-            }
-        }
     }
 
     /// Opens the stream to `rank` if it could not be opened before, and notices if it broke. Why nothing more is to come from
@@ -689,8 +674,7 @@ impl Endpoints {
         let ending = self.unsettled().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
         let accepting = self.transports.iter().filter_map(|transport| transport.accepting_until());
         let opening = self.unsettled().filter_map(|peer| peer.connector.due());
-        let is_opening = self.unsettled().any(|peer| peer.outbox.is_opening());
-        let opened = (is_opening || self.holds_bytes()).then(|| Instant::now() + OPENING_CHECK);
+        let opened = self.unsettled().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
         ending.chain(accepting).chain(opening).chain(opened).min()
     }
 

@@ -39,16 +39,28 @@ impl TcpStats {
 /// What a connection has under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnderWay {
-    /// Whether there are bytes that the other host has not acknowledged.
-    pub is_any: bool,
-    /// How often the kernel has sent the first of them again, each time after twice as long, since an answer came last.
+    /// The segments that the other host has not acknowledged.
+    pub unacknowledged: u32,
+    /// The bytes that are not sent yet.
+    pub unsent: u32,
+    /// How often the kernel has sent the first of them again in vain, each time after twice as long, since an answer came last.
+    /// Where none is under way and the first cannot be sent, for want of room at the other host or of a way there, how often it
+    /// has tried to or asked for an answer.
     pub retries: u8,
+}
+
+impl UnderWay {
+    /// Whether there are bytes that the other host has not acknowledged.
+    pub fn is_any(&self) -> bool {
+        self.unacknowledged > 0 || self.unsent > 0
+    }
 }
 
 /// What `stream` has under way.
 pub fn under_way(stream: &TcpStream) -> io::Result<UnderWay> {
     let info = tcp_info(stream)?;
-    Ok(UnderWay { is_any: info.tcpi_unacked > 0 || info.tcpi_notsent_bytes > 0, retries: info.tcpi_retransmits })
+    let retries = info.tcpi_retransmits.max(info.tcpi_probes);
+    Ok(UnderWay { unacknowledged: info.tcpi_unacked, unsent: info.tcpi_notsent_bytes, retries })
 }
 
 /// The kernel's statistics of `stream`.

@@ -118,7 +118,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/transport/tcp/",
         &[
-            &["failures", "greeting", "paths", "rails"],
+            &["failures", "greeting", "paths", "rails", "tender"],
             &["channel", "connect"],
             &["rail_recv", "rail_send"],
             &["tests"],

@@ -186,12 +186,18 @@ def kept() -> Kept:
     return handler
 
 
-def lose_a_network(rank: int, size: int, loser: int) -> list[str]:
-    """Sends long messages, in the midst of which a cable comes off at a rank; returns what was logged of the stream."""
+def lose_a_network(rank: int, size: int, loser: int, moment: str) -> list[str]:
+    """Sends long messages, and a cable comes off at a rank; returns what was logged of the stream."""
     log = kept()
     way = group(rank, size, 2)
     for turn in range(12):
-        if turn == 4 and rank == loser:
+        if turn == 4 and moment == "between messages":
+            # Nothing is under way.
+            time.sleep(0.5)
+            if rank == loser:
+                ip("link", "set", "wire1", "down")
+            dist.barrier()
+        elif turn == 4 and rank == loser:
             # In the midst of a message, which takes a tenth of a second.
             subprocess.Popen(["sh", "-c", "sleep 0.03; exec ip link set wire1 down"])
         send(rank, turn, way)
@@ -208,10 +214,11 @@ def lose_a_network(rank: int, size: int, loser: int) -> list[str]:
 
 
 @pytest.mark.parametrize("loser", [0, 1])
+@pytest.mark.parametrize("moment", ["within a message", "between messages"])
 @pytest.mark.parametrize("tls", ["off", "on"])
-def test_a_message_arrives_though_one_network_breaks(loser: int, tls: str) -> None:
+def test_a_message_arrives_though_one_network_breaks(loser: int, moment: str, tls: str) -> None:
     with two_networks("200mbit") as names:
-        sender, receiver = run(lose_a_network, names, loser, NCCLX_RS_TLS=tls, NCCLX_RS_LOG="warn")
+        sender, receiver = run(lose_a_network, names, loser, moment, NCCLX_RS_TLS=tls, NCCLX_RS_LOG="warn")
     assert [len(sender), len(receiver)] == [1, 1], (sender, receiver)
     rail = "connections to rank 1, rail 2 of 2 (wire1, 10.213.9.1 to 10.213.9.2:"
     assert rail in sender[0] and sender[0].endswith("; 1 go on without it"), sender

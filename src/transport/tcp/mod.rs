@@ -8,6 +8,7 @@ mod paths;
 mod rail_recv;
 mod rail_send;
 mod rails;
+mod tender;
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,9 +30,10 @@ use crate::transport::tcp::connect::{Connection, Held};
 use crate::transport::tcp::greeting::{Caller, Greeting};
 use crate::transport::tcp::paths::{Target, paths};
 use crate::transport::tcp::rail_recv::{Joining, Rails};
-use crate::transport::tcp::rail_send::RailSendStream;
+use crate::transport::tcp::rail_send::{RailSendStream, SendRails};
+use crate::transport::tcp::tender::Tender;
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Accepted, Detour, SendStream, Transport};
+use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
 
 #[cfg(any(test, fuzzing))]
@@ -117,6 +119,8 @@ pub struct TcpTransport {
     pending: Pending<Caller>,
     bundles: Vec<Bundle>,
     held: Held,
+    /// Of the streams with several connections, once there is one.
+    tender: Option<Tender>,
 }
 
 impl TcpTransport {
@@ -133,8 +137,46 @@ impl TcpTransport {
         let port = listener.local_addr()?.port();
         let listener = poller.watch(listener, Interest::Read)?;
         let pending = Pending::new(identity.clone(), poller.clone()).with_streams(streams.get());
-        let (bundles, held) = (Vec::new(), Held::default());
-        Ok(TcpTransport { identity, tls, poller, advertise, streams, port, timeout, listener, pending, bundles, held })
+        let (bundles, held, tender) = (Vec::new(), Held::default(), None);
+        Ok(TcpTransport {
+            identity,
+            tls,
+            poller,
+            advertise,
+            streams,
+            port,
+            timeout,
+            listener,
+            pending,
+            bundles,
+            held,
+            tender,
+        })
+    }
+
+    /// The thread that looks after streams with several connections.
+    fn tender(&mut self) -> io::Result<Tender> {
+        let tender = self.tender.take().map_or_else(Tender::start, Ok)?;
+        Ok(self.tender.insert(tender).clone())
+    }
+
+    /// The connections that have come and proved themselves.
+    fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
+        let tls = self.tls.as_ref();
+        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
+        let has_greeting = self.streams != TcpStreams::ONE;
+        let proved = self.pending.drive(|candidate| {
+            if candidate.rank.is_none() {
+                candidate.rank = candidate.accepting.drive(&mut candidate.stream.stream)?;
+            }
+            match candidate.rank {
+                None => Ok(None),
+                Some(_) if has_greeting => Ok(candidate.stream.greeting()?.map(Some)),
+                Some(_) => Ok(Some(None)),
+            }
+        });
+        self.pending.watch(&mut self.listener);
+        proved
     }
 
     /// Takes a connection in that has proved itself: as a stream, or as a rail of one.
@@ -189,33 +231,21 @@ impl Transport for TcpTransport {
         if rails == 1 {
             return Ok(Box::new(begin(0, paths.swap_remove(0))?.counted_in(&self.held)));
         }
-        let mut stream = RailSendStream::new(self.identity.me, peer, rails, &self.poller, &self.held);
+        let mut send_rails = SendRails::new(self.identity.me, peer, rails, &self.poller, &self.held);
         for (rail, targets) in paths.into_iter().enumerate() {
             match begin(rail, targets) {
-                Ok(connection) => stream.add(rail, connection),
+                Ok(connection) => send_rails.add(rail, connection),
                 // What this process lacks, it may lack for all of them.
                 Err(down) if down.kind == Down::Lacking => return Err(down),
-                Err(down) => stream.miss(rail, down),
+                Err(down) => send_rails.miss(rail, down),
             }
         }
-        Ok(Box::new(stream))
+        let tender = self.tender().map_err(|error| shortage::while_opening(error, self.identity.size, rails))?;
+        Ok(Box::new(RailSendStream::new(send_rails, &tender)))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        let tls = self.tls.as_ref();
-        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
-        let has_greeting = self.streams != TcpStreams::ONE;
-        let proved = self.pending.drive(|candidate| {
-            if candidate.rank.is_none() {
-                candidate.rank = candidate.accepting.drive(&mut candidate.stream.stream)?;
-            }
-            match candidate.rank {
-                None => Ok(None),
-                Some(_) if has_greeting => Ok(candidate.stream.greeting()?.map(Some)),
-                Some(_) => Ok(Some(None)),
-            }
-        });
-        self.pending.watch(&mut self.listener);
+        let proved = self.proved();
         let take_in = |Proved { rank, stream, received }| self.take_in(rank, stream, received);
         proved.into_iter().filter_map(take_in).collect()
     }

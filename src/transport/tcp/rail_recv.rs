@@ -150,25 +150,88 @@ mod tests {
     use crate::transport::testing::names;
     use crate::transport::tls::Stream;
 
-    #[test]
-    fn a_stream_that_no_connection_is_left_of_waits_for_the_others_and_not_for_ever() {
-        let (poller, joining) = (Poller::new().unwrap(), Arc::new(Joining::default()));
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    /// The end of a stream of two rails from rank 0, of which none has come, and where they come.
+    fn rails(poller: &Poller) -> (Rails, Arc<Joining>, TcpListener) {
+        let joining = Arc::new(Joining::default());
+        let rails = Rails::new(Rank(1), Rank(0), 2, poller, Arc::clone(&joining));
+        (rails, joining, TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap())
+    }
+
+    /// Has a rail come; the opener's end of it.
+    fn come(number: usize, joining: &Joining, listener: &TcpListener, poller: &Poller) -> TcpStream {
         let opener = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();
         accepted.set_nonblocking(true).unwrap();
         let caller = Caller::new(Stream::accept(accepted, None));
-        joining.push(0, poller.watch_named(caller, Interest::Read, StreamName::From(Rank(0))).unwrap());
-        let mut rails = Rails::new(Rank(1), Rank(0), 2, &poller, joining);
-        drop(opener);
+        joining.push(number, poller.watch_named(caller, Interest::Read, NAME).unwrap());
+        opener
+    }
+
+    const NAME: StreamName = StreamName::From(Rank(0));
+
+    #[test]
+    fn a_stream_that_no_connection_is_left_of_waits_for_the_others_and_not_for_ever() {
+        let poller = Poller::new().unwrap();
+        let (mut rails, joining, listener) = rails(&poller);
+        drop(come(0, &joining, &listener, &poller));
         while rails.deserted.is_none() {
             assert_eq!(rails.read(&mut [0; 9]), Ok(0));
         }
         assert_eq!(names(&poller), [], "it may sleep");
-        rails.deserted = Instant::now().checked_sub(OTHERS_TIMEOUT);
+        let deserted = rails.deserted.unwrap();
+        while names(&poller).is_empty() {
+            poller.wait(None).unwrap();
+        }
+        assert!(deserted.elapsed() >= OTHERS_TIMEOUT);
         for _ in 0..2 {
             let down = rails.read(&mut [0; 9]).unwrap_err();
             assert_eq!(down.cause, "its connections have ended, and no other came within 10s");
         }
+        poller.wait(Some(Duration::from_millis(1))).unwrap();
+        assert_eq!((names(&poller), rails.failures.is_any()), (vec![], false), "of its end nothing is left to tell");
+    }
+
+    #[test]
+    fn a_connection_that_comes_late_ends_the_wait_for_it() {
+        let poller = Poller::new().unwrap();
+        let (mut rails, joining, listener) = rails(&poller);
+        drop(come(0, &joining, &listener, &poller));
+        while rails.deserted.is_none() {
+            assert_eq!(rails.read(&mut [0; 9]), Ok(0));
+        }
+        rails.alarm.set(Duration::ZERO);
+        assert!(!rails.has_more());
+        let mut opener = come(1, &joining, &listener, &poller);
+        assert!(rails.has_more(), "it has come, of which no poller tells");
+        let piece = [[0; 8].as_slice(), &3u32.to_le_bytes(), &[0; 4], b"abc"].concat();
+        opener.write_all(&piece).unwrap();
+        let (mut received, mut into) = (0, [0; 9]);
+        while received < 3 {
+            received += rails.read(&mut into[received..]).unwrap();
+        }
+        assert_eq!((&into[..3], rails.deserted, rails.has_more()), (b"abc".as_slice(), None, false));
+        poller.wait(Some(Duration::from_millis(1))).unwrap();
+        assert_eq!(names(&poller), [], "nothing is waited for");
+    }
+
+    #[test]
+    fn the_log_hears_of_a_rail_that_has_ended_and_of_one_that_does_not_come() {
+        let poller = Poller::new().unwrap();
+        let (mut rails, joining, listener) = rails(&poller);
+        let mut opener = come(1, &joining, &listener, &poller);
+        // A piece of no bytes that says that the first rail is given up.
+        opener.write_all(&[[0; 12].as_slice(), &1u16.to_le_bytes(), &1u16.to_le_bytes()].concat()).unwrap();
+        while !rails.failures.is_any() {
+            assert_eq!(rails.read(&mut [0; 9]), Ok(0));
+        }
+        let due = rails.failures.take_due(Instant::now() + OTHERS_TIMEOUT);
+        assert_eq!(due, ["rail 1 of 2 has not come: the other end has given it up"]);
+        drop(opener);
+        while rails.receiver.working() > 0 {
+            rails.receiver.read(&mut [0; 9]).unwrap_or_default();
+        }
+        rails.settle();
+        let due = rails.failures.take_due(Instant::now() + OTHERS_TIMEOUT);
+        assert!(due[0].starts_with("rail 2 of 2 (") && due[0].contains(" has failed: "), "{due:?}");
     }
 }

@@ -1,17 +1,19 @@
 //! The sending end of a stream over several connections.
 
 use std::io::IoSlice;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::error::{Down, LinkDown};
+use crate::sync::{Arc, Mutex, Weak, lock};
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket;
 use crate::sys::tcp_info::{self, TcpStats, UnderWay};
 use crate::transport::tcp::connect::{Connection, Held, Holding};
-use crate::transport::tcp::failures::Failures;
+use crate::transport::tcp::failures::{Alarm, Failures};
 use crate::transport::tcp::paths::way;
 use crate::transport::tcp::rails::link::{Link, Lost};
 use crate::transport::tcp::rails::sender::Sender;
+use crate::transport::tcp::tender::{Tended, Tender};
 use crate::transport::{PATIENCE_WITH_CALLS, SendStream};
 use crate::types::Rank;
 
@@ -36,8 +38,24 @@ impl Link for Rail {
     }
 }
 
-/// The stream's sending end.
+/// The stream's sending end, which a thread looks after, too.
 pub(super) struct RailSendStream {
+    rails: Arc<Mutex<SendRails>>,
+    tender: Tender,
+}
+
+impl RailSendStream {
+    /// Over these rails, which `tender` looks after.
+    pub(super) fn new(rails: SendRails, tender: &Tender) -> Self {
+        let rails = Arc::new(Mutex::new(rails));
+        let tended: Weak<Mutex<SendRails>> = Arc::downgrade(&rails);
+        tender.add(tended);
+        RailSendStream { rails, tender: tender.clone() }
+    }
+}
+
+/// The rails of a stream.
+pub(super) struct SendRails {
     me: Rank,
     peer: Rank,
     /// Those that are being opened, by number.
@@ -49,23 +67,24 @@ pub(super) struct RailSendStream {
     /// What the rails have carried that work no longer.
     carried: Option<TcpStats>,
     holding: Holding,
-    /// When the connections were looked after.
-    tended: Instant,
+    /// Names the stream after something has been done for it that the poller would have told of.
+    nudge: Alarm,
 }
 
-impl RailSendStream {
+impl SendRails {
     /// To `peer`, over up to so many rails, which are added.
     pub(super) fn new(me: Rank, peer: Rank, rails: usize, poller: &Poller, held: &Held) -> Self {
-        RailSendStream {
+        let name = StreamName::To(peer);
+        SendRails {
             me,
             peer,
             opening: Vec::new(),
             sender: Sender::new(rails),
-            failures: Failures::new(me, StreamName::To(peer), rails, poller),
+            failures: Failures::new(me, name, rails, poller),
             last: None,
             carried: None,
             holding: Holding::counted_in(held),
-            tended: Instant::now(),
+            nudge: Alarm::new(poller, name),
         }
     }
 
@@ -103,21 +122,13 @@ impl RailSendStream {
         Ok(())
     }
 
-    /// Looks after connections that are silent, from time to time.
-    fn tend(&mut self) {
-        let now = Instant::now();
-        if now.duration_since(self.tended) < TEND_INTERVAL {
-            return;
-        }
-        self.tended = now;
-        if self.sender.unacknowledged() >= UNACKNOWLEDGED_MAX {
-            self.sender.ask();
-        }
+    /// Gives those rails up that are silent while others work.
+    fn give_up_silent(&mut self) {
         let state = |rail: &Rail| tcp_info::under_way(rail.connection.socket()).ok();
         let is_alive = |state: &UnderWay| state.retries == 0;
         if self.sender.rails().any(|(rail, _)| state(rail).as_ref().is_some_and(is_alive)) {
             self.sender.give_up(|rail| {
-                let is_silent = state(rail).is_some_and(|state| state.is_any && state.retries >= RETRIES_MAX);
+                let is_silent = state(rail).is_some_and(|state| state.is_any() && state.retries >= RETRIES_MAX);
                 is_silent.then(|| LinkDown::new("its bytes were sent again and again, and no answer came"))
             });
         }
@@ -166,10 +177,9 @@ impl RailSendStream {
         let tls_holds = self.sender.rails().any(|(rail, _)| rail.connection.holds_bytes());
         tls_holds || self.sender.holds_bytes() || self.sender.unacknowledged() >= UNACKNOWLEDGED_MAX
     }
-}
 
-impl SendStream for RailSendStream {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        self.nudge.clear();
         if !self.opening.is_empty() {
             self.open()?;
         }
@@ -179,14 +189,54 @@ impl SendStream for RailSendStream {
         } else {
             self.sender.write(head, body)
         };
-        self.tend();
         self.settle()?;
         Ok(taken)
     }
 
+    fn flushed(&mut self) -> Result<bool, LinkDown> {
+        if !self.opening.is_empty() {
+            self.open()?;
+        }
+        self.sender.advance();
+        self.settle()?;
+        let mut rails = self.sender.rails();
+        Ok(rails.all(|(rail, has_rest)| !has_rest && !rail.connection.holds_bytes() && is_delivered(rail)))
+    }
+}
+
+impl Tended for SendRails {
+    fn tend(&mut self) -> bool {
+        let (working, is_much) = (self.sender.working(), self.sender.unacknowledged() >= UNACKNOWLEDGED_MAX);
+        if is_much {
+            self.sender.ask();
+        }
+        self.give_up_silent();
+        if is_much || self.sender.holds_bytes() || self.sender.working() < working {
+            self.sender.advance();
+        }
+        let is_ended = self.settle().is_err();
+        // What is done here is nothing that the poller tells the stream's user of: an end, room, or what is to be sent again.
+        if is_ended || self.sender.working() < working || (is_much && self.sender.has_room()) {
+            self.nudge.set(Duration::ZERO);
+        }
+        let is_under_way = self.holds() || self.sender.rails().any(|(rail, _)| !is_delivered(rail));
+        !is_ended && (is_under_way || self.failures.is_any())
+    }
+}
+
+impl SendStream for RailSendStream {
+    fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        let taken = lock(&self.rails).write(head, body)?;
+        if taken > 0 {
+            self.tender.wake();
+        }
+        Ok(taken)
+    }
+
     fn arm(&mut self) -> bool {
-        let has_room = self.sender.has_room();
-        self.watch();
+        let mut rails = lock(&self.rails);
+        let has_room = rails.sender.has_room();
+        rails.watch();
         has_room
     }
 
@@ -197,33 +247,32 @@ impl SendStream for RailSendStream {
     }
 
     fn is_open(&self) -> bool {
-        self.opening.is_empty() && self.sender.working() > 0 && !self.holding.holds()
+        let rails = lock(&self.rails);
+        rails.opening.is_empty() && rails.sender.working() > 0 && !rails.holding.holds()
     }
 
     fn tcp_stats(&self) -> Option<TcpStats> {
-        let stats = self.sender.links().filter_map(|rail| tcp_info::tcp_stats(rail.connection.socket()).ok());
-        stats.chain(self.carried).reduce(TcpStats::and)
+        let rails = lock(&self.rails);
+        let stats = rails.sender.links().filter_map(|rail| tcp_info::tcp_stats(rail.connection.socket()).ok());
+        stats.chain(rails.carried).reduce(TcpStats::and)
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
-        if !self.opening.is_empty() {
-            self.open()?;
-        }
-        self.sender.advance();
-        self.settle()?;
-        // An acknowledgement that comes after this process's end makes the system drop what it has not delivered.
-        let is_delivered =
-            |rail: &Rail| tcp_info::under_way(rail.connection.socket()).is_ok_and(|under_way| !under_way.is_any);
-        let mut rails = self.sender.rails();
-        Ok(rails.all(|(rail, has_rest)| !has_rest && !rail.connection.holds_bytes() && is_delivered(rail)))
+        lock(&self.rails).flushed()
     }
 }
 
-impl Drop for RailSendStream {
+impl Drop for SendRails {
     fn drop(&mut self) {
         // To close a connection with unread bytes resets it.
         self.sender.advance();
     }
+}
+
+/// Whether the other host has everything. An acknowledgement that comes after this process's end makes the system drop what it
+/// has not delivered.
+fn is_delivered(rail: &Rail) -> bool {
+    tcp_info::under_way(rail.connection.socket()).is_ok_and(|under_way| !under_way.is_any())
 }
 
 /// How much of what the system has taken for a connection it may not have sent: more would wait where another rail is faster.
@@ -231,9 +280,6 @@ const UNSENT_BYTES: u32 = 128 * 1024;
 
 /// From how many bytes on that nobody has acknowledged this process stays ready to send them again, and asks.
 const UNACKNOWLEDGED_MAX: usize = 64 * 1024;
-
-/// How often to look after connections.
-const TEND_INTERVAL: Duration = Duration::from_millis(250);
 
 /// A connection counts as broken when the system has sent the same bytes so often in vain, while others work: 3 seconds where
 /// the first time takes 0.2 seconds.

@@ -9,12 +9,15 @@ use std::time::{Duration, Instant};
 use super::connect::Connection;
 use super::greeting::Greeting;
 use super::paths::Target;
+use super::rail_send::{RailSendStream, SendRails};
 use super::{Address, TcpTransport};
 use crate::config::Config;
 use crate::sys::net::Interface;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket::PeerTimeout;
+use crate::sys::tcp_info::{self, UnderWay};
 use crate::transport::auth::{Identity, Secret};
+use crate::transport::pending::Proved;
 use crate::transport::testing::{names, opened};
 use crate::transport::tls::Tls;
 use crate::transport::{Detour, RecvStream, SendStream, Transport};
@@ -493,4 +496,142 @@ fn over_a_long_distance_four_connections_carry_more_than_twice_as_much_as_one() 
     };
     let (one, four) = (time("1"), time("4"));
     assert!(four * 2 < one, "{one:?} with one, {four:?} with four");
+}
+
+/// A stream over two connections of which each may be cut off.
+struct Cuttable {
+    sender: TcpTransport,
+    receiver: TcpTransport,
+    send_stream: RailSendStream,
+    recv_stream: Box<dyn RecvStream>,
+    /// The sockets of each connection, the opener's first.
+    sockets: [[TcpStream; 2]; 2],
+}
+
+impl Cuttable {
+    fn new(tls: &str) -> Cuttable {
+        let config = config(tls, "2");
+        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
+        let address = Address::parse(&receiver.address()).unwrap();
+        let mut send_rails = SendRails::new(Rank(0), Rank(1), 2, &sender.poller, &sender.held);
+        let (mut near, mut far, mut recv_stream) = (Vec::new(), [None, None], None);
+        for rail in 0..2 {
+            let targets = [Target { source: None, address: (Ipv4Addr::LOCALHOST, address.port).into() }];
+            let (identity, tls, timeout) = (sender.identity.clone(), sender.tls.clone(), sender.timeout);
+            let connection =
+                Connection::begin(identity, tls, Rank(1), targets.into(), &sender.poller, timeout, 2).unwrap();
+            near.push(connection.socket().try_clone().unwrap());
+            send_rails.add(rail, connection.with(Some(Greeting { token: [9; 16], rail, rails: 2 })));
+        }
+        let mut send_stream = RailSendStream::new(send_rails, &sender.tender().unwrap());
+        while recv_stream.is_none() || !send_stream.is_open() {
+            send_stream.write(&[], &[]).unwrap();
+            for Proved { rank, stream, received } in receiver.proved() {
+                far[received.unwrap().rail] = Some(stream.stream.socket().try_clone().unwrap());
+                recv_stream = receiver.take_in(rank, stream, received).or(recv_stream);
+            }
+        }
+        let sockets: Vec<_> = near.into_iter().zip(far).map(|(near, far)| [near, far.unwrap()]).collect();
+        let (_, recv_stream) = recv_stream.unwrap();
+        Cuttable { sender, receiver, send_stream, recv_stream, sockets: sockets.try_into().unwrap() }
+    }
+
+    /// Nothing that either end of the connection sends arrives any more, of which no end is told.
+    fn cut_off(&self, rail: usize) {
+        let nothing = [socket2::SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0)];
+        for socket in &self.sockets[rail] {
+            socket2::SockRef::from(socket).attach_filter(&nothing).unwrap();
+        }
+    }
+
+    /// Whether the reader has no room for more on a connection, where more waits in the opener's system.
+    fn is_full(&self, rail: usize) -> bool {
+        matches!(tcp_info::under_way(&self.sockets[rail][0]), Ok(UnderWay { unacknowledged: 0, unsent: 1.., .. }))
+    }
+
+    /// Reads so many bytes, while the sender does what `write` does whenever its poller names the stream.
+    fn read(&mut self, len: usize, mut write: impl FnMut(&mut RailSendStream)) -> Vec<u8> {
+        let (mut received, mut piece, begun) = (Vec::new(), vec![0; 300_000], Instant::now());
+        while received.len() < len {
+            if names(&self.sender.poller).contains(&StreamName::To(Rank(1))) {
+                write(&mut self.send_stream);
+            }
+            let count = self.recv_stream.read(&mut piece).unwrap();
+            received.extend_from_slice(&piece[..count]);
+            if count == 0 {
+                self.receiver.poller.wait(Some(Duration::from_millis(20))).unwrap();
+            }
+            assert!(begun.elapsed() < WATCHDOG, "{} of {len} bytes have come", received.len());
+        }
+        received
+    }
+}
+
+const WATCHDOG: Duration = Duration::from_secs(100);
+
+#[test]
+fn what_was_written_to_a_silent_connection_comes_by_the_other_also_if_its_writer_does_nothing_more() {
+    for (tls, len) in [("off", 5), ("on", 5), ("off", 200_000)] {
+        // One of them is where the first piece goes.
+        for rail in 0..2 {
+            let mut stream = Cuttable::new(tls);
+            let payload = content(len);
+            stream.cut_off(rail);
+            assert_eq!(stream.send_stream.write(&[], &[IoSlice::new(&payload)]), Ok(len));
+            assert!(stream.read(len, |_| {}) == payload, "TLS {tls}: the bytes are those that were sent");
+        }
+    }
+}
+
+#[test]
+fn a_connection_that_becomes_silent_while_its_reader_has_no_room_is_given_up_too() {
+    for rail in 0..2 {
+        let mut stream = Cuttable::new("off");
+        let (payload, mut sent) = (content(16 << 20), 0);
+        // Full, so that nothing is under way: the system asks for room from time to time, and is answered.
+        while !(0..2).all(|rail| stream.is_full(rail)) {
+            sent += stream.send_stream.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap();
+        }
+        stream.cut_off(rail);
+        assert!(!stream.send_stream.arm(), "it may sleep");
+        let received = stream.read(payload.len(), |send_stream| {
+            while let count @ 1.. = send_stream.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap() {
+                sent += count;
+            }
+            if sent < payload.len() {
+                send_stream.arm();
+            }
+        });
+        assert!(received == payload, "without rail {rail}: the bytes are those that were sent");
+    }
+}
+
+#[test]
+fn a_reader_that_has_no_room_for_long_keeps_its_connections() {
+    let mut stream = Cuttable::new("off");
+    let (payload, mut sent) = (content(16 << 20), 0);
+    let segments = |stream: &Cuttable| stream.sockets.each_ref().map(|[near, _]| tcp_info::tcp_stats(near).unwrap());
+    while !(0..2).all(|rail| stream.is_full(rail)) {
+        sent += stream.send_stream.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap();
+    }
+    // Each asks for room more often than a silent one would be given up after.
+    let before = segments(&stream);
+    let asked =
+        |stream: &Cuttable| segments(stream).iter().zip(&before).all(|(now, then)| now.segments > then.segments + 5);
+    while !asked(&stream) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for _ in 0..2 {
+        let before = segments(&stream);
+        let received = stream.read(payload.len(), |send_stream| {
+            while let count @ 1.. = send_stream.write(&[], &[IoSlice::new(&payload[sent..])]).unwrap() {
+                sent += count;
+            }
+            send_stream.arm();
+        });
+        assert!(received == payload, "the bytes are those that were sent");
+        let carried: Vec<_> = segments(&stream).iter().zip(&before).map(|(now, then)| now.bytes - then.bytes).collect();
+        assert!(carried.iter().all(|bytes| *bytes > 1 << 20), "{carried:?}");
+        sent = stream.send_stream.write(&[], &[IoSlice::new(&payload)]).unwrap();
+    }
 }
