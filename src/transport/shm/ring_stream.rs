@@ -464,14 +464,17 @@ const SEGMENTS_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
 
-    /// Reads a message of bytes, of which none can be read from `end` on, at an odd address.
-    fn read(team: Team, len: usize, end: usize) -> (io::Result<usize>, Vec<u8>) {
+    /// Reads a message of bytes, of which none can be read in the `hole`, at an odd address.
+    fn read(team: Team, len: usize, hole: Range<usize>) -> (io::Result<usize>, Vec<u8>) {
         const ADDRESS: u64 = 12_345;
         let mut into = vec![0; len];
         let count = read_in_parts(ADDRESS, &mut into, team, |address, into| {
             let begin = (address - ADDRESS) as usize;
+            let end = if begin < hole.end { hole.start } else { len };
             let count = into.len().min(end.saturating_sub(begin));
             into[..count].iter_mut().zip(begin..).for_each(|(byte, index)| *byte = index as u8 | 1);
             if count > 0 { Ok(count) } else { Err(io::Error::other(begin.to_string())) }
@@ -484,12 +487,14 @@ mod tests {
         let len = 1_000_001;
         for others in [0, 1, 3] {
             let team = Team::of(others);
-            for end in [1, 4096, 262_143, 262_144, 700_000, len - 1, len] {
-                let (count, into) = read(team, len, end);
-                assert_eq!(count.expect("something is there"), end, "{others} more threads");
-                assert!(into[..end].iter().enumerate().all(|(index, byte)| *byte == index as u8 | 1));
+            for begin in [1, 4096, 262_143, 262_144, 700_000, len - 1, len] {
+                for end in [begin + 1, len] {
+                    let (count, into) = read(team, len, begin..end);
+                    assert_eq!(count.expect("something is there"), begin, "{others} more threads");
+                    assert!(into[..begin].iter().enumerate().all(|(index, byte)| *byte == index as u8 | 1));
+                }
             }
-            assert_eq!(read(team, len, 0).0.expect_err("nothing is there").to_string(), "0");
+            assert_eq!(read(team, len, 0..len).0.expect_err("nothing is there").to_string(), "0");
         }
     }
 }
