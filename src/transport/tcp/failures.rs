@@ -88,6 +88,11 @@ impl Failures {
         due.into_iter().map(|(_, failure)| failure).collect()
     }
 
+    /// No rail is left for now: there is nothing to say until one is.
+    pub(super) fn hold_back(&mut self) {
+        self.alarm.clear();
+    }
+
     /// Forgets everything: the stream has ended.
     pub(super) fn forget(&mut self) {
         self.due.clear();

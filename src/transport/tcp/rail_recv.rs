@@ -93,8 +93,9 @@ impl Rails {
         for number in self.receiver.take_missing() {
             self.failures.note(number, "has not come: the other end has given it up");
         }
-        if self.receiver.working() > 0 {
-            self.failures.warn(self.receiver.working());
+        match self.receiver.working() {
+            0 => self.failures.hold_back(),
+            left => self.failures.warn(left),
         }
     }
 
