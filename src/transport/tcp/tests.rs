@@ -517,7 +517,9 @@ impl Cuttable {
         let (mut near, mut far, mut recv_stream) = (Vec::new(), [None, None], None);
         for rail in 0..2 {
             let targets = [Target { source: None, address: (Ipv4Addr::LOCALHOST, address.port).into() }];
-            let (identity, tls, timeout) = (sender.identity.clone(), sender.tls.clone(), sender.timeout);
+            let (identity, tls) = (sender.identity.clone(), sender.tls.clone());
+            // As streams of data have it: the system does not end a silent connection that has something to send.
+            let timeout = PeerTimeout::WhileIdle(10 * WATCHDOG);
             let connection =
                 Connection::begin(identity, tls, Rank(1), targets.into(), &sender.poller, timeout, 2).unwrap();
             near.push(connection.socket().try_clone().unwrap());
