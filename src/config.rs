@@ -20,12 +20,14 @@ use crate::error::InitError;
 mod engine;
 mod nccl_fields;
 mod numa_node;
+mod tcp_streams;
 mod threads;
 mod transports;
 
 pub use engine::EngineChoice;
 pub use nccl_fields::NcclFields;
 pub use numa_node::NumaNode;
+pub use tcp_streams::TcpStreams;
 pub use threads::Threads;
 pub use transports::{TransportChoice, UcxChoice};
 
@@ -71,6 +73,9 @@ options! {
          is its only one.";
     socket_interfaces: Option<String>, "socket_ifname", "", &["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"],
         "Which network interfaces to use: a comma list of name prefixes, `=name` and CIDR ranges; a leading `^` excludes.";
+    tcp_streams: TcpStreams, "tcp_streams", "1", &[],
+        "How many TCP connections carry a long message between two ranks at once, taken in turn from the interfaces that \
+         `socket_ifname` allows. Of two ranks with different numbers, the smaller counts.";
     tls: Switch, "tls", "auto", &[],
         "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
          with keys made from the secret that the ranks share.";
@@ -537,6 +542,14 @@ impl Value for EagerBytes {
 
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok().filter(|bytes| *bytes <= EagerBytes::MAX).map(EagerBytes)
+    }
+}
+
+impl Value for TcpStreams {
+    const EXPECTED: &'static str = "a whole number from 1 to 16";
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok().and_then(TcpStreams::new)
     }
 }
 

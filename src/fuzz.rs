@@ -16,6 +16,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("frames", crate::engine::fuzz::frames),
     ("handles", handles::handles),
     ("handshake", handshake::handshake),
+    ("rails", crate::transport::tcp::fuzz::rails),
     ("rdma", crate::rdma::fuzz::rdma),
     ("store", crate::comm::store::fuzz::store),
     ("ucx", crate::transport::ucx::fuzz::ucx),

@@ -3,7 +3,7 @@
 //! ```
 //! use ncclx_rs::comm::address::advertised;
 //! use ncclx_rs::sys::net::Interface;
-//! let interface = |name: &str, address: [u8; 4]| Interface { name: name.into(), address: address.into(), up: true };
+//! let interface = |name: &str, address: [u8; 4]| Interface { name: name.into(), address: address.into(), prefix: 24, up: true };
 //! let host = [interface("lo", [127, 0, 0, 1]), interface("eth0", [10, 0, 0, 1]), interface("ib0", [10, 1, 0, 1])];
 //! assert_eq!(advertised(&host, Some("ib"), None)?, ["10.1.0.1".parse::<std::net::IpAddr>().unwrap()]);
 //! # Ok::<(), ncclx_rs::InitError>(())
@@ -172,6 +172,7 @@ mod tests {
         let interface = |(name, address): &(&str, &str)| Interface {
             name: name.to_string(),
             address: address.parse().unwrap(),
+            prefix: 24,
             up: true,
         };
         rows.iter().map(interface).collect()

@@ -1,10 +1,11 @@
 //! Wireup, UCX's word: opens the transports of one communicator and chooses those that reach each peer.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use crate::comm::address;
 use crate::comm::bootstrap::RankInfo;
-use crate::config::{Config, UcxChoice};
+use crate::config::{Config, TcpStreams, UcxChoice};
 use crate::engine::connector::{FindRoutes, Route};
 use crate::error::InitError;
 use crate::sys::net;
@@ -120,6 +121,10 @@ impl Transports {
             }
             Purpose::FailureDetector => (rustix::param::page_size(), false, PeerTimeout::Always(config.peer_timeout)),
         };
+        let streams = match purpose {
+            Purpose::Data => config.tcp_streams,
+            Purpose::FailureDetector => TcpStreams::ONE,
+        };
         if choice.has_shm() && has_others {
             let settings = RingSettings { bytes, peer_can_read, line_ownership, node: config.numa_node.number() };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
@@ -129,7 +134,9 @@ impl Transports {
         if choice.has_tcp() {
             let interfaces = net::interfaces().map_err(os("the list of network interfaces"))?;
             let routed = rendezvous_host.and_then(net::source_toward);
-            let advertise = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
+            let hosts = address::advertised(&interfaces, config.socket_interfaces.as_deref(), routed)?;
+            let of_address = |host: &IpAddr| interfaces.iter().find(|interface| interface.address == *host).cloned();
+            let advertise = hosts.iter().filter_map(of_address).collect();
             let tls = Tls::new(config, &identity.secret)?;
             let takes_ucx = purpose == Purpose::Data && identity.size > 1;
             if takes_ucx && let Some(allowed) = allowed_ucx(name, identity.me, config, tls.is_some())? {
@@ -138,13 +145,13 @@ impl Transports {
                     false => (Need::Any, Locality::Everywhere),
                 };
                 optional_ucx = has_others.then(|| allowed.clone());
-                let (identity, poller, advertise) = (identity.clone(), poller.clone(), advertise.clone());
-                let transport = UcxTransport::new(identity, allowed, need, poller, advertise, timeout)
+                let (identity, poller) = (identity.clone(), poller.clone());
+                let transport = UcxTransport::new(identity, allowed, need, poller, hosts, timeout)
                     .map_err(os("the UCX transport"))?;
                 transports.push(Entry { transport: Box::new(transport), locality, purpose });
             }
             if has_others {
-                let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, timeout)
+                let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, streams, timeout)
                     .map_err(os("the TCP transport"))?;
                 transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
             }

@@ -34,6 +34,7 @@ fn check(config: &Config) {
     let host = host.map(|(name, address)| Interface {
         name: name.to_owned(),
         address: address.parse::<IpAddr>().expect("an address"),
+        prefix: 24,
         up: true,
     });
     if let Ok(addresses) = advertised(&host, config.socket_interfaces.as_deref(), None) {

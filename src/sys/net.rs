@@ -12,6 +12,8 @@ pub struct Interface {
     pub name: String,
     /// The address.
     pub address: IpAddr,
+    /// How many of its bits are those of its subnet.
+    pub prefix: u8,
     /// Whether it can carry traffic now.
     pub up: bool,
 }
@@ -21,6 +23,10 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
     let listed = if_addrs::get_if_addrs()?;
     let interface = |listed: if_addrs::Interface| Interface {
         address: listed.ip(),
+        prefix: match &listed.addr {
+            if_addrs::IfAddr::V4(address) => address.prefixlen,
+            if_addrs::IfAddr::V6(address) => address.prefixlen,
+        },
         up: listed.is_loopback() || listed.is_oper_up(),
         name: listed.name,
     };

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime};
 
 use crate::sync::Arc;
 use crate::sys::fork::Private;
@@ -108,12 +109,19 @@ impl Poller {
         Ok(watched)
     }
 
+    /// A descriptor of a stream, as in [`Poller::watch_named`], that becomes ready after so long, and stays so.
+    pub fn alarm(&self, after: Duration, name: StreamName) -> io::Result<Watched<OwnedFd>> {
+        let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        // A time of zero would never come.
+        let first = timespec(after.max(Duration::from_nanos(1)));
+        let once = Itimerspec { it_interval: timespec(Duration::ZERO), it_value: first };
+        timerfd_settime(&timer, TimerfdTimerFlags::empty(), &once)?;
+        self.watch_named(timer, Interest::Read, name)
+    }
+
     /// Sleeps until a watched descriptor is ready, [`Poller::wake`] is called, or `timeout` has passed. May return early.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let timeout = timeout.map(|limit| Timespec {
-            tv_sec: limit.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: limit.subsec_nanos().into(),
-        });
+        let timeout = timeout.map(timespec);
         let mut woken = false;
         self.collect(timeout.as_ref(), |data| woken |= data == WAKE)?;
         if woken {
@@ -151,6 +159,10 @@ impl Poller {
         // The counter cannot overflow: every wait clears it. WouldBlock would mean that it is set.
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
     }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
 }
 
 /// The owner of a file descriptor that a poller watches, or may watch: it does not when this is dropped, which closes it.
@@ -267,6 +279,23 @@ mod tests {
         let poller = Poller::new().expect("a poller");
         poller.wake();
         poller.wait(None).expect("a wait that returns");
+    }
+
+    #[test]
+    fn an_alarm_names_its_stream_once_its_time_has_come_and_until_it_is_dropped() {
+        let poller = Poller::new().expect("a poller");
+        let look = || {
+            let mut named = Vec::new();
+            poller.look(&mut named).expect("a look");
+            named
+        };
+        let hour = poller.alarm(Duration::from_secs(3600), StreamName::To(Rank(1))).expect("a timer");
+        let now = poller.alarm(Duration::ZERO, StreamName::From(Rank(2))).expect("a timer");
+        poller.wait(None).expect("a wait that returns");
+        assert_eq!([look(), look()], [[StreamName::From(Rank(2))]; 2]);
+        drop(now);
+        assert_eq!(look(), []);
+        drop(hour);
     }
 
     #[test]

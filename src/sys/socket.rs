@@ -3,7 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
@@ -52,10 +52,13 @@ pub fn is_of_this_user(socket: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(peer_credentials(socket)?.uid == rustix::process::geteuid().as_raw())
 }
 
-/// Starts a connection. It is made, or has failed, when the socket becomes writable.
-pub fn begin_tcp(address: SocketAddr) -> io::Result<TcpStream> {
+/// Starts a connection, from `source` if that is an address. It is made, or has failed, when the socket becomes writable.
+pub fn begin_tcp(address: SocketAddr, source: Option<IpAddr>) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
+    if let Some(source) = source {
+        socket.bind(&SockAddr::from(SocketAddr::new(source, 0)))?;
+    }
     match socket.connect(&SockAddr::from(address)) {
         Ok(()) => {}
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::INPROGRESS.raw_os_error()) => {}
@@ -138,6 +141,11 @@ pub fn tune_tcp(stream: &TcpStream, timeout: PeerTimeout) -> io::Result<()> {
         PeerTimeout::WhileIdle(_) => Ok(()),
         PeerTimeout::Always(limit) => socket.set_tcp_user_timeout(Some(limit.min(USER_TIMEOUT_MAX))),
     }
+}
+
+/// Has a connection take no more bytes than it sends soon: so many that it has not sent, beside those that are under way.
+pub fn limit_unsent(stream: &TcpStream, bytes: u32) -> io::Result<()> {
+    socket2::SockRef::from(stream).set_tcp_notsent_lowat(bytes)
 }
 
 /// Whether the peer has closed a connection on which it sends nothing.

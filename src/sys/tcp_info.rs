@@ -23,8 +23,59 @@ pub struct TcpStats {
     pub resent: u32,
 }
 
+impl TcpStats {
+    /// Those of two connections together.
+    pub fn and(self, other: TcpStats) -> TcpStats {
+        TcpStats {
+            round_trip: self.round_trip.min(other.round_trip),
+            bytes: self.bytes + other.bytes,
+            sending: self.sending.max(other.sending),
+            segments: self.segments.wrapping_add(other.segments),
+            resent: self.resent.wrapping_add(other.resent),
+        }
+    }
+}
+
+/// What a connection has under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnderWay {
+    /// The segments that the other host has not acknowledged.
+    pub unacknowledged: u32,
+    /// The bytes that are not sent yet.
+    pub unsent: u32,
+    /// How often the kernel has sent the first of them again in vain, each time after twice as long, since an answer came last.
+    /// Where none is under way and the first cannot be sent, for want of room at the other host or of a way there, how often it
+    /// has tried to or asked for an answer.
+    pub retries: u8,
+}
+
+impl UnderWay {
+    /// Whether there are bytes that the other host has not acknowledged.
+    pub fn is_any(&self) -> bool {
+        self.unacknowledged > 0 || self.unsent > 0
+    }
+}
+
+/// What `stream` has under way.
+pub fn under_way(stream: &TcpStream) -> io::Result<UnderWay> {
+    let info = tcp_info(stream)?;
+    let retries = info.tcpi_retransmits.max(info.tcpi_probes);
+    Ok(UnderWay { unacknowledged: info.tcpi_unacked, unsent: info.tcpi_notsent_bytes, retries })
+}
+
 /// The kernel's statistics of `stream`.
 pub fn tcp_stats(stream: &TcpStream) -> io::Result<TcpStats> {
+    let info = tcp_info(stream)?;
+    Ok(TcpStats {
+        round_trip: info.tcpi_min_rtt,
+        bytes: info.tcpi_bytes_acked,
+        sending: info.tcpi_busy_time.saturating_sub(info.tcpi_rwnd_limited),
+        segments: info.tcpi_segs_out,
+        resent: info.tcpi_total_retrans,
+    })
+}
+
+fn tcp_info(stream: &TcpStream) -> io::Result<libc::tcp_info> {
     let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes, which is the size of what `info` has room for.
@@ -35,14 +86,7 @@ pub fn tcp_stats(stream: &TcpStream) -> io::Result<TcpStats> {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: made of integers alone, of which a kernel that knows fewer has left the last at zero.
-    let info = unsafe { info.assume_init() };
-    Ok(TcpStats {
-        round_trip: info.tcpi_min_rtt,
-        bytes: info.tcpi_bytes_acked,
-        sending: info.tcpi_busy_time.saturating_sub(info.tcpi_rwnd_limited),
-        segments: info.tcpi_segs_out,
-        resent: info.tcpi_total_retrans,
-    })
+    Ok(unsafe { info.assume_init() })
 }
 
 #[cfg(test)]

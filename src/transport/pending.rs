@@ -38,6 +38,8 @@ pub(crate) struct Proved<S: AsFd, T> {
 #[derive(Debug)]
 pub(crate) struct Pending<S: AsFd> {
     identity: Identity,
+    /// How many connections each stream has.
+    streams: usize,
     poller: Poller,
     candidates: Vec<Candidate<S>>,
     shortage: Option<Shortage>,
@@ -53,7 +55,13 @@ struct Shortage {
 
 impl<S: AsFd> Pending<S> {
     pub(crate) fn new(identity: Identity, poller: Poller) -> Self {
-        Pending { identity, poller, candidates: Vec::new(), shortage: None }
+        Pending { identity, streams: 1, poller, candidates: Vec::new(), shortage: None }
+    }
+
+    /// The same, where each stream has so many connections.
+    pub(crate) fn with_streams(mut self, streams: usize) -> Self {
+        self.streams = streams;
+        self
     }
 
     /// Whether another connection can be accepted.
@@ -103,7 +111,7 @@ impl<S: AsFd> Pending<S> {
                     }
                     return;
                 }
-                Err(error) => return self.pause(shortage::describe(&error, self.identity.size)),
+                Err(error) => return self.pause(shortage::describe(&error, self.identity.size, self.streams)),
             }
         }
     }
@@ -146,7 +154,9 @@ impl<S: AsFd> Pending<S> {
         match candidate.watch() {
             Ok(()) => {}
             // Kept: to a peer, a dropped connection would mean that this rank has ended.
-            Err(error) if limits::is_shortage(&error) => self.pause(shortage::describe(&error, self.identity.size)),
+            Err(error) if limits::is_shortage(&error) => {
+                self.pause(shortage::describe(&error, self.identity.size, self.streams))
+            }
             Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
         self.candidates.push(candidate);
@@ -163,7 +173,8 @@ impl<S: AsFd> Pending<S> {
         for mut candidate in std::mem::take(&mut self.candidates) {
             if !candidate.stream.is_watched() {
                 let watched = if is_paused { Ok(()) } else { candidate.watch() };
-                refusal = watched.err().map(|error| shortage::describe(&error, self.identity.size)).or(refusal);
+                refusal =
+                    watched.err().map(|error| shortage::describe(&error, self.identity.size, self.streams)).or(refusal);
             }
             if !candidate.stream.is_watched() {
                 self.candidates.push(candidate);

@@ -29,6 +29,7 @@ mod numbers;
 mod nvrtc;
 mod peer_loss;
 mod programs;
+mod rails;
 mod rdma;
 mod rings;
 mod rounds;

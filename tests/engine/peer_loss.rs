@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag, Work};
 
-use crate::world::{Wire, buffer, op, run, wires, world};
+use crate::world::{Wire, buffer, op, run, wires, world, world_hinted};
 
 const WATCHDOG: Duration = Duration::from_secs(50);
 
@@ -143,8 +143,8 @@ fn a_rank_that_leaves_idle_fails_only_what_needs_it() {
 
 #[test]
 fn what_a_connection_did_is_known_after_its_end() {
-    for wire in [Wire::Tcp, Wire::Tls] {
-        world(wire, 2, |comm| {
+    for (wire, streams) in [(Wire::Tcp, "1"), (Wire::Tls, "1"), (Wire::Tcp, "3"), (Wire::Tls, "3")] {
+        world_hinted(wire, 2, WATCHDOG, &[("tcp_streams", streams)], |comm| {
             let mut data = vec![1f32; 1 << 18];
             let memory = vec![buffer(&mut data)];
             run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory).expect("both are there");

@@ -115,7 +115,16 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[&["auth", "runs", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"], &["ucx"]],
     ),
     ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
-    ("src/transport/tcp/", &[&["channel", "connect"], &["tests"]]),
+    (
+        "src/transport/tcp/",
+        &[
+            &["failures", "greeting", "paths", "rails", "tender"],
+            &["channel", "connect"],
+            &["rail_recv", "rail_send"],
+            &["tests"],
+        ],
+    ),
+    ("src/transport/tcp/rails/", &[&["link", "piece"], &["receiver", "sender"], &["fuzz", "tests"]]),
     (
         "src/transport/ucx/",
         &[

@@ -92,10 +92,11 @@ fn preferred_algorithm(collective: &str, ranks: usize, hosts: usize, bytes: usiz
     })
 }
 
-/// How many file descriptors a communicator of so many ranks takes at most.
+/// How many file descriptors a communicator of so many ranks takes at most, as this process is set.
 #[pyfunction]
-fn descriptors_of(ranks: usize) -> usize {
-    ncclx_rs::transport::descriptors(ranks)
+fn descriptors_of(ranks: usize) -> PyResult<usize> {
+    let config = ncclx_rs::config::Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    Ok(ncclx_rs::transport::descriptors(ranks, config.tcp_streams.get()))
 }
 
 /// This host's addresses: the interface's name, the address, and whether it is up.

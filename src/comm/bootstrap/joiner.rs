@@ -282,7 +282,7 @@ pub(super) fn connect_any(
         refusals += u32::from(all_fatal);
         if refusals >= REFUSALS_MAX || Instant::now() + pause >= deadline {
             if let Some(error) = lack {
-                let cause = shortage::describe(&error, context.size);
+                let cause = shortage::describe(&error, context.size, 1);
                 let what = format!("a connection to rank {rank}");
                 return Err(context.os_error(&what, &io::Error::new(error.kind(), cause)));
             }

@@ -82,7 +82,7 @@ pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Resu
     let (fd, said) = match socket::look_at_fd(&candidate.stream) {
         Ok(found) => found,
         Err(error) if is_passing(&error) => return Ok(None),
-        Err(error) => return Err(shortage::while_opening(error, size)),
+        Err(error) => return Err(shortage::while_opening(error, size, 1)),
     };
     let memory = ShmRing::open(fd.as_fd()).map_err(|error| {
         let cause = format!("this process has no room for a ring of shared memory: {error}");

@@ -84,7 +84,7 @@ impl Transport for ShmTransport {
         let gone = |error: io::Error| match error.kind() {
             io::ErrorKind::ConnectionRefused => LinkDown::unfit("its process is gone (connection refused)"),
             io::ErrorKind::WouldBlock => LinkDown::busy("as many wait to be accepted by it as its system lets"),
-            _ if limits::is_shortage(&error) => shortage::while_opening(error, size),
+            _ if limits::is_shortage(&error) => shortage::while_opening(error, size, 1),
             _ => LinkDown::unfit(format!("its Unix socket cannot be called: {error}")),
         };
         let (token, node) = address.split_at(TOKEN_BYTES.min(address.len()));
@@ -92,7 +92,7 @@ impl Transport for ShmTransport {
         let stream = socket::connect_unix(&socket_name(token)).map_err(gone)?;
         let lacking = |error: io::Error| {
             if limits::lacks_descriptors(&error) {
-                return shortage::while_opening(error, size);
+                return shortage::while_opening(error, size, 1);
             }
             let cause = format!("there is no shared memory for a ring of {} bytes: {error}", self.settings.bytes);
             match detour {
@@ -102,7 +102,7 @@ impl Transport for ShmTransport {
         };
         let (ring, fd) = ShmRing::create(self.settings.bytes, node).map_err(lacking)?;
         let stream = self.poller.watch_named(stream, Interest::Read, StreamName::To(peer));
-        let doorbell = Doorbell::new(stream.map_err(|error| shortage::while_opening(error, size))?);
+        let doorbell = Doorbell::new(stream.map_err(|error| shortage::while_opening(error, size, 1))?);
         let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
         Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.settings.peer_can_read)))
     }

@@ -5,13 +5,38 @@ use std::io::Read;
 use crate::error::LinkDown;
 use crate::sys::poller::Watched;
 use crate::transport::handshake::is_passing;
-use crate::transport::tls::Stream;
+use crate::transport::tcp::greeting::Caller;
 use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
 
-/// The receiving end of a connection.
+/// Where the bytes of a stream come from, in order.
+pub(super) trait Source: Send {
+    /// Reads some bytes, none if none have come. An error: none follow.
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
+
+    /// Whether there are bytes that the poller does not see.
+    fn has_more(&mut self) -> bool;
+}
+
+/// One connection.
+impl Source for Watched<Caller> {
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        match self.stream.read(into) {
+            Ok(0) => Err(LinkDown::new("it closed the connection")),
+            Ok(count) => Ok(count),
+            Err(error) if is_passing(&error) => Ok(0),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn has_more(&mut self) -> bool {
+        self.stream.has_more()
+    }
+}
+
+/// The receiving end of a stream.
 #[derive(Debug)]
-pub(super) struct TcpRecvStream {
-    stream: Watched<Stream>,
+pub(super) struct TcpRecvStream<S> {
+    source: S,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -22,10 +47,10 @@ pub(super) struct TcpRecvStream {
     waiting: bool,
 }
 
-impl TcpRecvStream {
-    pub(super) fn new(stream: Watched<Stream>) -> Self {
+impl<S: Source> TcpRecvStream<S> {
+    pub(super) fn new(source: S) -> Self {
         TcpRecvStream {
-            stream,
+            source,
             buffer: vec![0; BUFFER_BYTES],
             start: 0,
             end: 0,
@@ -60,13 +85,10 @@ impl TcpRecvStream {
     }
 
     fn receive(&mut self, into: &mut [u8]) -> usize {
-        match self.stream.read(into) {
-            Ok(0) => self.ended = Some(LinkDown::new("it closed the connection")),
-            Ok(count) => return count,
-            Err(error) if is_passing(&error) => {}
-            Err(error) => self.ended = Some(error.into()),
-        }
-        0
+        self.source.read(into).unwrap_or_else(|down| {
+            self.ended = Some(down);
+            0
+        })
     }
 
     /// Reports the end of the stream once the bytes before it have been consumed.
@@ -78,7 +100,7 @@ impl TcpRecvStream {
     }
 }
 
-impl RecvStream for TcpRecvStream {
+impl<S: Source> RecvStream for TcpRecvStream<S> {
     fn peek(&mut self) -> Result<&[u8], LinkDown> {
         self.fill()?;
         self.waiting = true;
@@ -115,7 +137,7 @@ impl RecvStream for TcpRecvStream {
 
     fn arm(&mut self) -> bool {
         // The poller always watches the socket, but does not see buffered bytes.
-        self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.stream.has_more()
+        self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.source.has_more()
     }
 
     fn disarm(&mut self) {}

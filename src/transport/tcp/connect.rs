@@ -1,8 +1,8 @@
 //! The sending end: a connection that is made while bytes may already wait for it.
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, Write};
-use std::net::SocketAddr;
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -15,6 +15,8 @@ use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
+use crate::transport::tcp::greeting::{Greeting, JOINED};
+use crate::transport::tcp::paths::Target;
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{PATIENCE_WITH_CALLS, SendStream, shortage};
 use crate::types::Rank;
@@ -26,6 +28,10 @@ enum Stage {
     Connecting { since: Instant },
     /// Both sides prove that they know the secret.
     Proving(Opening),
+    /// So many bytes of the greeting have been written.
+    Greeting(usize),
+    /// The acceptor takes the rail into its stream. Bytes on one that it might not know would be missed at the stream's end.
+    Joining,
     /// Bytes flow.
     Open,
 }
@@ -38,16 +44,20 @@ pub(in crate::transport) struct Connection {
     peer: Rank,
     poller: Poller,
     /// Addresses not tried yet.
-    targets: VecDeque<SocketAddr>,
+    targets: VecDeque<Target>,
     failures: Failures,
     current: SocketAddr,
+    greeting: Option<Greeting>,
     stream: Watched<Stream>,
     stage: Stage,
     timeout: PeerTimeout,
+    /// How many connections each stream has.
+    streams: usize,
     holding: Holding,
 }
 
-/// How many of a transport's open connections hold bytes that TLS has taken and the kernel has not.
+/// How many of a transport's open streams hold bytes: such that TLS has taken and the kernel has not, or those that may have
+/// to be sent again.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Held(Arc<AtomicUsize>);
 
@@ -57,15 +67,24 @@ impl Held {
     }
 }
 
-/// Whether one connection does.
+/// Whether one stream does.
 #[derive(Debug, Default)]
-struct Holding {
+pub(super) struct Holding {
     held: Held,
     holds: bool,
 }
 
 impl Holding {
-    fn set(&mut self, holds: bool) {
+    /// Counts in `held`.
+    pub(super) fn counted_in(held: &Held) -> Holding {
+        Holding { held: held.clone(), holds: false }
+    }
+
+    pub(super) fn holds(&self) -> bool {
+        self.holds
+    }
+
+    pub(super) fn set(&mut self, holds: bool) {
         match (self.holds, holds) {
             (false, true) => _ = self.held.0.fetch_add(1, Ordering::Relaxed),
             (true, false) => _ = self.held.0.fetch_sub(1, Ordering::Relaxed),
@@ -95,21 +114,43 @@ impl Connection {
         identity: Identity,
         tls: Option<Tls>,
         peer: Rank,
-        mut targets: VecDeque<SocketAddr>,
+        mut targets: VecDeque<Target>,
         poller: &Poller,
         timeout: PeerTimeout,
+        streams: usize,
     ) -> Result<Self, LinkDown> {
         let mut failures = Failures::default();
-        let size = identity.size;
-        let (current, stream) = next_attempt(&mut targets, &mut failures, poller, peer, size, tls.as_ref())?;
+        let needs = (identity.size, streams);
+        let (current, stream) = next_attempt(&mut targets, &mut failures, poller, peer, needs, tls.as_ref())?;
         let poller = poller.clone();
         let (stage, holding) = (Stage::Connecting { since: Instant::now() }, Holding::default());
-        Ok(Connection { identity, tls, peer, poller, targets, failures, current, stream, stage, timeout, holding })
+        let greeting = None;
+        Ok(Connection {
+            identity,
+            tls,
+            peer,
+            poller,
+            targets,
+            failures,
+            current,
+            greeting,
+            stream,
+            stage,
+            timeout,
+            streams,
+            holding,
+        })
+    }
+
+    /// The same, which says this once it is proved.
+    pub(super) fn with(mut self, greeting: Option<Greeting>) -> Connection {
+        self.greeting = greeting;
+        self
     }
 
     /// The same, which counts in `held` while it is open and holds bytes.
     pub(super) fn counted_in(mut self, held: &Held) -> Connection {
-        self.holding.held = held.clone();
+        self.holding = Holding::counted_in(held);
         self
     }
 
@@ -132,12 +173,33 @@ impl Connection {
                     Err(error) => self.try_next(error.into())?,
                 },
                 Stage::Proving(opening) => match opening.drive(&mut *self.stream) {
+                    Ok(true) if self.greeting.is_some() => self.stage = Stage::Greeting(0),
                     Ok(true) => self.stage = Stage::Open,
                     Ok(false) => return Ok(false),
                     Err(down) => match opening.classify(down) {
                         slow if slow.kind == Down::Busy => return Err(slow),
                         down => self.try_next(down)?,
                     },
+                },
+                Stage::Greeting(written) => {
+                    let greeting = self.greeting.map_or(Vec::new(), |greeting| greeting.encode().to_vec());
+                    match self.stream.write(&greeting[*written..]) {
+                        Ok(count) if *written + count == greeting.len() => {
+                            let is_rail = self.greeting.is_some_and(|greeting| greeting.rails > 1);
+                            self.stage = if is_rail { Stage::Joining } else { Stage::Open };
+                            self.stream.set(Interest::Read)?;
+                        }
+                        Ok(count) => *written += count,
+                        Err(error) if is_passing(&error) => {
+                            self.stream.set(Interest::ReadWrite)?;
+                            return Ok(false);
+                        }
+                        Err(error) => return Err(error.into()),
+                    }
+                }
+                Stage::Joining => match self.get(&mut [0; JOINED.len()])? {
+                    0 => return Ok(false),
+                    _ => self.stage = Stage::Open,
                 },
             }
         }
@@ -146,6 +208,42 @@ impl Connection {
     /// The connection's bytes, for whoever uses it for something else than a stream once it is open.
     pub(in crate::transport) fn stream(&mut self) -> &mut Stream {
         &mut self.stream
+    }
+
+    /// As a rail: writes some bytes, none if there is no room.
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<usize, LinkDown> {
+        passing(self.stream.write(bytes))
+    }
+
+    /// As a rail: reads some bytes, none if none have come.
+    pub(super) fn get(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        match self.stream.read(into) {
+            Ok(0) => Err(LinkDown::hung_up("it closed the connection")),
+            outcome => passing(outcome),
+        }
+    }
+
+    /// As a rail: whether TLS holds nothing, after another try.
+    pub(super) fn pass_on(&mut self) -> Result<bool, LinkDown> {
+        match self.stream.flush() {
+            Err(error) if is_passing(&error) => Ok(false),
+            outcome => outcome.map(|()| true).map_err(LinkDown::from),
+        }
+    }
+
+    /// As a rail: asks the poller to wake when there is room, too, if bytes wait.
+    pub(super) fn watch_room(&mut self, waits: bool) {
+        self.watch(waits);
+    }
+
+    /// As a rail: whether TLS holds bytes.
+    pub(super) fn holds_bytes(&self) -> bool {
+        self.stream.holds_bytes()
+    }
+
+    /// The connection's socket.
+    pub(super) fn socket(&self) -> &TcpStream {
+        self.stream.socket()
     }
 
     /// Writes the bytes that TLS still holds, and notices a closed connection.
@@ -166,29 +264,38 @@ impl Connection {
     fn try_next(&mut self, down: LinkDown) -> Result<(), LinkDown> {
         self.failures.texts.push(format!("{}: {}", self.current, down.cause));
         self.failures.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
-        let size = self.identity.size;
+        let needs = (self.identity.size, self.streams);
         let (targets, failures, tls) = (&mut self.targets, &mut self.failures, self.tls.as_ref());
-        (self.current, self.stream) = next_attempt(targets, failures, &self.poller, self.peer, size, tls)?;
+        (self.current, self.stream) = next_attempt(targets, failures, &self.poller, self.peer, needs, tls)?;
         self.stage = Stage::Connecting { since: Instant::now() };
         Ok(())
     }
 }
 
+/// The result of reading or writing, where nothing moves if nothing can now.
+fn passing(outcome: io::Result<usize>) -> Result<usize, LinkDown> {
+    match outcome {
+        Err(error) if is_passing(&error) => Ok(0),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(LinkDown::hung_up("it closed the connection")),
+        outcome => outcome.map_err(LinkDown::from),
+    }
+}
+
 fn next_attempt(
-    targets: &mut VecDeque<SocketAddr>,
+    targets: &mut VecDeque<Target>,
     failures: &mut Failures,
     poller: &Poller,
     peer: Rank,
-    size: usize,
+    (size, streams): (usize, usize),
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, Watched<Stream>), LinkDown> {
-    while let Some(target) = targets.pop_front() {
-        match socket::begin_tcp(target) {
+    while let Some(Target { source, address: target }) = targets.pop_front() {
+        match socket::begin_tcp(target, source) {
             Ok(socket) => {
                 let stream = poller.watch_named(Stream::open(socket, tls), Interest::Write, StreamName::To(peer));
-                return Ok((target, stream.map_err(|error| shortage::while_opening(error, size))?));
+                return Ok((target, stream.map_err(|error| shortage::while_opening(error, size, streams))?));
             }
-            Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size)),
+            Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size, streams)),
             Err(error) => failures.texts.push(format!("{target}: {error}")),
         }
     }
@@ -268,7 +375,7 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
-    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+    use std::net::{Ipv4Addr, TcpListener};
 
     use super::*;
     use crate::transport::auth::Secret;
@@ -281,7 +388,7 @@ mod tests {
         rustix::net::listen(&listener, 0).unwrap();
         let mut callers = Vec::new();
         loop {
-            let caller = socket::begin_tcp(listener.local_addr().unwrap()).unwrap();
+            let caller = socket::begin_tcp(listener.local_addr().unwrap(), None).unwrap();
             let mut watched = [rustix::event::PollFd::new(&caller, rustix::event::PollFlags::OUT)];
             let is_made =
                 rustix::event::poll(&mut watched, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
@@ -294,9 +401,10 @@ mod tests {
 
     fn connection(targets: &[&TcpListener], timeout: Duration) -> Connection {
         let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
-        let targets = targets.iter().map(|listener| listener.local_addr().unwrap()).collect();
+        let target = |listener: &&TcpListener| Target { source: None, address: listener.local_addr().unwrap() };
+        let targets = targets.iter().map(target).collect();
         let poller = Poller::new().unwrap();
-        Connection::begin(identity, None, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout)).unwrap()
+        Connection::begin(identity, None, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout), 1).unwrap()
     }
 
     fn age(connection: &mut Connection, age: Duration) {

@@ -1,37 +1,90 @@
-//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction.
+//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction, or several of them, the rails.
 
 mod channel;
 pub(super) mod connect;
+mod failures;
+mod greeting;
+mod paths;
+mod rail_recv;
+mod rail_send;
+mod rails;
+mod tender;
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, TcpListener};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::LinkDown;
-use crate::sys::net;
+use crate::config::TcpStreams;
+use crate::error::{Down, LinkDown};
+use crate::sync::{Arc, Weak};
+use crate::sys::net::{self, Interface};
 use crate::sys::poller::{Interest, Poller, Watched};
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::TcpRecvStream;
 use crate::transport::tcp::connect::{Connection, Held};
+use crate::transport::tcp::greeting::{Caller, Greeting};
+use crate::transport::tcp::paths::{Target, paths};
+use crate::transport::tcp::rail_recv::{Joining, Rails};
+use crate::transport::tcp::rail_send::{RailSendStream, SendRails};
+use crate::transport::tcp::tender::Tender;
 use crate::transport::tls::{Stream, Tls};
-use crate::transport::{Accepted, Detour, SendStream, Transport};
+use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
+
+#[cfg(any(test, fuzzing))]
+pub(crate) use rails::fuzz;
 
 /// Where a rank listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Address {
     hosts: Vec<IpAddr>,
     port: u16,
+    /// Of how many connections streams may be that lead there; absent if of one.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    streams: usize,
+}
+
+fn one() -> usize {
+    TcpStreams::ONE.get()
+}
+
+fn is_one(streams: &usize) -> bool {
+    *streams == one()
+}
+
+/// A stream from a rank over several rails, some of which may come later.
+#[derive(Debug)]
+struct Bundle {
+    from: Rank,
+    token: [u8; 16],
+    /// How many rails it is to have.
+    rails: usize,
+    /// Those that have come.
+    come: Vec<usize>,
+    joining: Weak<Joining>,
+}
+
+impl Bundle {
+    /// Whether rails may come, which belong to no other stream, also if this one has ended.
+    fn is_expecting(&self) -> bool {
+        self.joining.strong_count() > 0 || self.come.len() < self.rails
+    }
+
+    /// Where a rail joins the stream; none if it may not.
+    fn joining(&self, rail: usize, rails: usize) -> Option<Arc<Joining>> {
+        self.joining.upgrade().filter(|_| rails == self.rails && !self.come.contains(&rail))
+    }
 }
 
 impl Address {
-    pub(super) fn new(hosts: Vec<IpAddr>, port: u16) -> Address {
-        Address { hosts, port }
+    /// Of a rank that listens at `port` on these hosts, whose streams have up to `streams` connections.
+    pub(super) fn new(hosts: Vec<IpAddr>, port: u16, streams: TcpStreams) -> Address {
+        Address { hosts, port, streams: streams.get() }
     }
 
     /// As it is published.
@@ -39,11 +92,15 @@ impl Address {
         serde_json::to_vec(self).expect("addresses are plain data")
     }
 
-    /// Where to call a rank that has published this, the best first.
-    pub(super) fn targets(published: &[u8]) -> Result<VecDeque<SocketAddr>, LinkDown> {
-        let address: Address = serde_json::from_slice(published)
-            .map_err(|error| LinkDown::new(format!("its published address is not one: {error}")))?;
-        Ok(address.hosts.into_iter().map(|host| (host, address.port).into()).collect())
+    fn parse(published: &[u8]) -> Result<Address, LinkDown> {
+        let not_one = |error| LinkDown::new(format!("its published address is not one: {error}"));
+        serde_json::from_slice(published).map_err(not_one)
+    }
+
+    /// What to try for one connection to a rank that has published this, in order.
+    pub(super) fn targets(published: &[u8]) -> Result<VecDeque<Target>, LinkDown> {
+        let Address { hosts, port, .. } = Address::parse(published)?;
+        Ok(paths(&[], &hosts, port, 1).swap_remove(0))
     }
 }
 
@@ -53,28 +110,102 @@ pub struct TcpTransport {
     identity: Identity,
     tls: Option<Tls>,
     poller: Poller,
-    advertise: Vec<IpAddr>,
+    /// The addresses that peers learn, the best first.
+    advertise: Vec<Interface>,
+    streams: TcpStreams,
     port: u16,
     timeout: PeerTimeout,
     listener: Watched<TcpListener>,
-    pending: Pending<Stream>,
+    pending: Pending<Caller>,
+    bundles: Vec<Bundle>,
     held: Held,
+    /// Of the streams with several connections, once there is one.
+    tender: Option<Tender>,
 }
 
 impl TcpTransport {
-    /// Listens on every address. Peers learn those of `advertise`, the best first.
+    /// Listens on every address. Peers learn those of `advertise`, the best first. Streams have up to `streams` connections.
     pub(crate) fn new(
         identity: Identity,
         tls: Option<Tls>,
         poller: Poller,
-        advertise: Vec<IpAddr>,
+        advertise: Vec<Interface>,
+        streams: TcpStreams,
         timeout: PeerTimeout,
     ) -> io::Result<Self> {
         let listener = net::listen_anywhere()?;
         let port = listener.local_addr()?.port();
         let listener = poller.watch(listener, Interest::Read)?;
-        let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(TcpTransport { identity, tls, poller, advertise, port, timeout, listener, pending, held: Held::default() })
+        let pending = Pending::new(identity.clone(), poller.clone()).with_streams(streams.get());
+        let (bundles, held, tender) = (Vec::new(), Held::default(), None);
+        Ok(TcpTransport {
+            identity,
+            tls,
+            poller,
+            advertise,
+            streams,
+            port,
+            timeout,
+            listener,
+            pending,
+            bundles,
+            held,
+            tender,
+        })
+    }
+
+    /// The thread that looks after streams with several connections.
+    fn tender(&mut self) -> io::Result<Tender> {
+        let tender = self.tender.take().map_or_else(Tender::start, Ok)?;
+        Ok(self.tender.insert(tender).clone())
+    }
+
+    /// The connections that have come and proved themselves.
+    fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
+        let tls = self.tls.as_ref();
+        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
+        let has_greeting = self.streams != TcpStreams::ONE;
+        let proved = self.pending.drive(|candidate| {
+            if candidate.rank.is_none() {
+                candidate.rank = candidate.accepting.drive(&mut candidate.stream.stream)?;
+            }
+            match candidate.rank {
+                None => Ok(None),
+                Some(_) if has_greeting => Ok(candidate.stream.greeting()?.map(Some)),
+                Some(_) => Ok(Some(None)),
+            }
+        });
+        self.pending.watch(&mut self.listener);
+        proved
+    }
+
+    /// Takes a connection in that has proved itself: as a stream, or as a rail of one.
+    fn take_in(&mut self, from: Rank, mut caller: Watched<Caller>, greeting: Option<Greeting>) -> Option<Accepted> {
+        let Some(Greeting { token, rail, rails }) = greeting.filter(|greeting| greeting.rails > 1) else {
+            return Some((from, Box::new(TcpRecvStream::new(caller))));
+        };
+        let me = self.identity.me;
+        self.bundles.retain(Bundle::is_expecting);
+        let known = self.bundles.iter().position(|bundle| bundle.from == from && bundle.token == token);
+        let joining = match known {
+            Some(place) => self.bundles[place].joining(rail, rails),
+            None => (rails <= self.streams.get()).then(Arc::<Joining>::default),
+        };
+        let Some(joining) = joining else {
+            log::warn!("rank {me}: rail {} of {rails} of rank {from} was refused: no stream expects it", rail + 1);
+            return None;
+        };
+        if let Err(down) = caller.welcome() {
+            log::debug!("rank {me}: a rail of rank {from} was dropped: {down}");
+            return None;
+        }
+        joining.push(rail, caller);
+        if let Some(place) = known {
+            self.bundles[place].come.push(rail);
+            return None;
+        }
+        self.bundles.push(Bundle { from, token, rails, come: vec![rail], joining: Arc::downgrade(&joining) });
+        Some((from, Box::new(TcpRecvStream::new(Rails::new(me, from, rails, &self.poller, joining)))))
     }
 }
 
@@ -84,27 +215,39 @@ impl Transport for TcpTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        Address::new(self.advertise.clone(), self.port).encode()
+        let hosts = self.advertise.iter().map(|interface| interface.address).collect();
+        Address::new(hosts, self.port, self.streams).encode()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
-        let targets = Address::targets(address)?;
-        let connection =
-            Connection::begin(self.identity.clone(), self.tls.clone(), peer, targets, &self.poller, self.timeout)?;
-        Ok(Box::new(connection.counted_in(&self.held)))
+        let Address { hosts, port, streams } = Address::parse(address)?;
+        let (token, rails) = (rand::random(), self.streams.get().min(streams).max(1));
+        let begin = |rail: usize, targets: VecDeque<Target>| {
+            let (identity, tls) = (self.identity.clone(), self.tls.clone());
+            let connection = Connection::begin(identity, tls, peer, targets, &self.poller, self.timeout, rails);
+            connection.map(|connection| connection.with((streams > 1).then_some(Greeting { token, rail, rails })))
+        };
+        let mut paths = paths(&self.advertise, &hosts, port, rails);
+        if rails == 1 {
+            return Ok(Box::new(begin(0, paths.swap_remove(0))?.counted_in(&self.held)));
+        }
+        let mut send_rails = SendRails::new(self.identity.me, peer, rails, &self.poller, &self.held);
+        for (rail, targets) in paths.into_iter().enumerate() {
+            match begin(rail, targets) {
+                Ok(connection) => send_rails.add(rail, connection),
+                // What this process lacks, it may lack for all of them.
+                Err(down) if down.kind == Down::Lacking => return Err(down),
+                Err(down) => send_rails.miss(rail, down),
+            }
+        }
+        let tender = self.tender().map_err(|error| shortage::while_opening(error, self.identity.size, rails))?;
+        Ok(Box::new(RailSendStream::new(send_rails, &tender)))
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        let tls = self.tls.as_ref();
-        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Stream::accept(stream, tls));
-        let accepted = self.pending.drive(|candidate| {
-            candidate.rank = candidate.accepting.drive(&mut *candidate.stream)?;
-            Ok(candidate.rank.map(|_| ()))
-        });
-        self.pending.watch(&mut self.listener);
-        let recv_stream =
-            |proved: Proved<Stream, ()>| -> Accepted { (proved.rank, Box::new(TcpRecvStream::new(proved.stream))) };
-        accepted.into_iter().map(recv_stream).collect()
+        let proved = self.proved();
+        let take_in = |Proved { rank, stream, received }| self.take_in(rank, stream, received);
+        proved.into_iter().filter_map(take_in).collect()
     }
 
     fn holds_bytes(&self) -> bool {

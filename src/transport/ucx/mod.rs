@@ -24,6 +24,7 @@ use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::time::Instant;
 
+use crate::config::TcpStreams;
 use crate::error::LinkDown;
 use crate::sync::Arc;
 use crate::sys::net;
@@ -80,12 +81,13 @@ impl Transport for UcxTransport {
     }
 
     fn address(&self) -> Vec<u8> {
-        Address::new(self.advertise.clone(), self.port).encode()
+        Address::new(self.advertise.clone(), self.port, TcpStreams::ONE).encode()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], detour: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         let targets = Address::targets(address)?;
-        let connection = Connection::begin(self.identity.clone(), None, peer, targets, &self.poller, self.timeout)?;
+        let identity = self.identity.clone();
+        let connection = Connection::begin(identity, None, peer, targets, &self.poller, self.timeout, 1)?;
         Ok(Box::new(UcxSendStream::new(connection, peer, detour, self.hub.clone())))
     }
 

@@ -50,7 +50,11 @@ def preferred_algorithm(collective: str, ranks: int, hosts: int, bytes: int) -> 
     """
 
 def descriptors_of(ranks: int) -> int:
-    """How many file descriptors a communicator of so many ranks takes at most."""
+    """How many file descriptors a communicator of so many ranks takes at most, as this process is set.
+
+    Raises:
+        ValueError: a setting of this process is invalid.
+    """
 
 def cuda_devices() -> tuple[str, list[str]]:
     """The version of CUDA that the driver serves, and the devices' names. OSError: there is no driver."""
