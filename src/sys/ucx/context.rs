@@ -50,7 +50,7 @@ impl Context {
         Ok(made)
     }
 
-    fn new(ucx: Ucx) -> Result<Context, UcxError> {
+    pub(super) fn new(ucx: Ucx) -> Result<Context, UcxError> {
         let functions = ucx.functions();
         let mut config = null_mut();
         // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.

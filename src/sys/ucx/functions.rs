@@ -223,8 +223,8 @@ pub(super) struct MessageHandlerParams {
     field_mask: u64,
     id: c_uint,
     flags: u32,
-    handler: Option<MessageHandler>,
-    argument: *mut c_void,
+    pub(super) handler: Option<MessageHandler>,
+    pub(super) argument: *mut c_void,
 }
 
 impl MessageHandlerParams {
@@ -244,7 +244,7 @@ impl MessageHandlerParams {
 #[repr(C)]
 pub(super) struct MessageAttributes {
     pub(super) attributes: u64,
-    reply_endpoint: RawEndpoint,
+    pub(super) reply_endpoint: RawEndpoint,
 }
 
 /// `UCP_AM_RECV_ATTR_FLAG_DATA`: the handler may keep the data.
