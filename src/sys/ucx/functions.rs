@@ -145,7 +145,8 @@ pub(super) struct MemoryParams {
 }
 
 impl MemoryParams {
-    /// Memory of the host that this process reads and writes, and others read.
+    /// Memory of the host that this process reads and writes, and others read. UCX passes the protection over, as of 1.22: others may
+    /// write, too (`ucp_mem_map_params2uct_flags`).
     pub(super) fn readable(address: *mut c_void, length: usize) -> MemoryParams {
         MemoryParams {
             field_mask: 0b11011, // UCP_MEM_MAP_PARAM_FIELD_ADDRESS, _LENGTH, _PROT, _MEMORY_TYPE
