@@ -182,6 +182,30 @@ fn replace(descriptors: &Descriptors) {
     }
 }
 
+/// What tests of forks begin with.
+#[cfg(test)]
+pub(crate) mod testing {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    /// Whether something holds in a forked child, which is ended after a minute.
+    pub(crate) fn holds_in_a_child(f: impl FnOnce() -> bool) -> bool {
+        // SAFETY: the child does what the C library allows after a fork, and ends without what the test's process does at its end.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends this process if it hangs.
+            unsafe { libc::alarm(60) };
+            // Unwinding would end its one thread, which counts as success.
+            let holds = catch_unwind(AssertUnwindSafe(f)).unwrap_or(false);
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(!holds)) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is a place for the result.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        status == 0
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;

@@ -129,7 +129,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/transport/ucx/",
         &[
             &["header", "offer", "ordered"],
-            &["link"],
+            &["link", "mock_peer"],
             &["hub"],
             &["handover"],
             &["recv_stream", "send_stream"],

@@ -4,6 +4,7 @@ use std::thread::{self, ThreadId};
 
 use super::*;
 use crate::sync::{self, AtomicBool, Mutex, lock};
+use crate::sys::fork::testing::holds_in_a_child;
 
 fn pool() -> Arc<Pool> {
     Pool::new(PATIENCE, || {})
@@ -132,23 +133,6 @@ fn runs_and_what_belongs_to_them_are_cut_alike() {
         assert!((0..count).all(|index| sums[index as usize] == (u64::from(index as u16) * 4).to_ne_bytes()));
         assert_eq!(calls.into_inner() > 1, others > 0);
     }
-}
-
-/// Whether something holds in a forked child, which is ended after a minute.
-fn holds_in_a_child(f: impl Fn() -> bool) -> bool {
-    // SAFETY: the child does what the C library allows after a fork, and ends without what the test's process does at its end.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // SAFETY: ends this process if it hangs.
-        unsafe { libc::alarm(60) };
-        let holds = f();
-        // SAFETY: as above.
-        unsafe { libc::_exit(i32::from(!holds)) };
-    }
-    let mut status = 0;
-    // SAFETY: `status` is a place for the result.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    status == 0
 }
 
 #[test]

@@ -50,7 +50,7 @@ impl Context {
         Ok(made)
     }
 
-    fn new(ucx: Ucx) -> Result<Context, UcxError> {
+    pub(super) fn new(ucx: Ucx) -> Result<Context, UcxError> {
         let functions = ucx.functions();
         let mut config = null_mut();
         // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
@@ -124,6 +124,9 @@ unsafe extern "C" fn zero_request(request: *mut c_void) {
 }
 
 /// Memory that the devices of a context may access, and the peers read that have its key.
+///
+/// The library has a cache of a context's registrations by address range, which notices memory that is unmapped (`ucp_rcache`). So
+/// those of the same bytes are one with a device, and an ended one may stay there for a while.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Arc<Context>,

@@ -145,7 +145,8 @@ pub(super) struct MemoryParams {
 }
 
 impl MemoryParams {
-    /// Memory of the host that this process reads and writes, and others read.
+    /// Memory of the host that this process reads and writes, and others read. UCX passes the protection over, as of 1.22: others may
+    /// write, too (`ucp_mem_map_params2uct_flags`).
     pub(super) fn readable(address: *mut c_void, length: usize) -> MemoryParams {
         MemoryParams {
             field_mask: 0b11011, // UCP_MEM_MAP_PARAM_FIELD_ADDRESS, _LENGTH, _PROT, _MEMORY_TYPE
@@ -223,8 +224,8 @@ pub(super) struct MessageHandlerParams {
     field_mask: u64,
     id: c_uint,
     flags: u32,
-    handler: Option<MessageHandler>,
-    argument: *mut c_void,
+    pub(super) handler: Option<MessageHandler>,
+    pub(super) argument: *mut c_void,
 }
 
 impl MessageHandlerParams {
@@ -244,7 +245,7 @@ impl MessageHandlerParams {
 #[repr(C)]
 pub(super) struct MessageAttributes {
     pub(super) attributes: u64,
-    reply_endpoint: RawEndpoint,
+    pub(super) reply_endpoint: RawEndpoint,
 }
 
 /// `UCP_AM_RECV_ATTR_FLAG_DATA`: the handler may keep the data.

@@ -167,6 +167,13 @@ impl Ucx {
         Ok(Ucx { path, version, functions, _library: ManuallyDrop::new(library) })
     }
 
+    /// A library of these functions.
+    #[cfg(test)]
+    pub(super) fn with(functions: Functions) -> Ucx {
+        let library = ManuallyDrop::new(Library::this());
+        Ucx { path: PathBuf::new(), version: Version::OLDEST, functions, _library: library }
+    }
+
     /// The library's file.
     pub fn path(&self) -> &Path {
         &self.path

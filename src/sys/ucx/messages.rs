@@ -372,3 +372,6 @@ const NUMBER: c_uint = 0;
 
 /// How many messages' memory is kept for one peer.
 const SPARE_MAX: usize = 4;
+
+#[cfg(test)]
+mod tests;

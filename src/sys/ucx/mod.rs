@@ -6,6 +6,8 @@
 
 mod context;
 mod endpoint;
+#[cfg(test)]
+pub(crate) mod fake;
 mod functions;
 mod library;
 mod messages;

@@ -4,7 +4,7 @@ mod channel;
 pub(super) mod connect;
 mod failures;
 mod greeting;
-mod paths;
+pub(super) mod paths;
 mod rail_recv;
 mod rail_send;
 mod rails;

@@ -280,3 +280,99 @@ const CONFIRMED: u8 = 1;
 
 /// How long an answer through UCX may take while another transport is left.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::poller::Poller;
+    use crate::sys::ucx::fake::Fake;
+    use crate::transport::ucx::header::Kind;
+    use crate::transport::ucx::mock_peer::MockPeer;
+    use crate::transport::ucx::offer::{Allowed, Need};
+
+    const SESSION: u64 = 7;
+
+    /// A connection on which the peer has said something, and what this side says.
+    #[derive(Default)]
+    struct Connection {
+        said: Vec<u8>,
+        told: Vec<u8>,
+    }
+
+    impl Read for Connection {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let count = self.said.len().min(into.len());
+            if count == 0 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            into[..count].copy_from_slice(&self.said[..count]);
+            self.said.drain(..count);
+            Ok(count)
+        }
+    }
+
+    impl Write for Connection {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.told.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// The opener's part up to the probe, which waits for its answer; the peer, and the connection.
+    fn probing(detour: Detour) -> (Opening, MockPeer, Connection) {
+        let (context, _fake) = Fake::context();
+        let hub = Hub::new(Rank(0), Allowed::given(&context), Need::Any, Poller::new().unwrap());
+        let mut peer = MockPeer::new(&context);
+        peer.connect(&hub.address().unwrap());
+        let mut connection = Connection::default();
+        let mut opening = Opening::new(hub, MockPeer::RANK, detour);
+        connection.said = Introduction { session: SESSION, address: Ok(peer.address()) }.encode();
+        assert!(opening.next_stages(&mut connection, Duration::ZERO).unwrap().is_none());
+        assert_eq!(peer.received(), [(Kind::Probe, SESSION, 0)]);
+        connection.told.clear();
+        (opening, peer, connection)
+    }
+
+    #[test]
+    fn an_answer_is_waited_for_up_to_a_limit_where_another_transport_is_left() {
+        let (mut opening, _peer, mut connection) = probing(Detour::Possible);
+        let before = PROBE_TIMEOUT.checked_sub(Duration::from_nanos(1)).unwrap();
+        assert!(opening.next_stages(&mut connection, before).unwrap().is_none());
+        let down = opening.next_stages(&mut connection, PROBE_TIMEOUT).expect_err("it is over");
+        assert_eq!(down.cause, format!("no answer came through it within {PROBE_TIMEOUT:?}"));
+        assert!(connection.told.is_empty(), "the peer does not take the stream");
+    }
+
+    #[test]
+    fn an_answer_is_waited_for_without_a_limit_where_no_other_transport_is_left() {
+        let (mut opening, mut peer, mut connection) = probing(Detour::Impossible);
+        assert!(opening.next_stages(&mut connection, 100 * PROBE_TIMEOUT).unwrap().is_none());
+        peer.send(Kind::Credit, SESSION, 0, &[]);
+        assert!(opening.next_stages(&mut connection, 100 * PROBE_TIMEOUT).unwrap().is_some());
+        assert_eq!(connection.told, [CONFIRMED]);
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_taken_if_it_is_there_when_the_opener_looks() {
+        let (mut opening, mut peer, mut connection) = probing(Detour::Possible);
+        peer.send(Kind::Credit, SESSION, 0, &[]);
+        assert!(opening.next_stages(&mut connection, 2 * PROBE_TIMEOUT).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_peer_that_garbles_its_introduction_is_left() {
+        for (at, byte) in [(0, 9), (12, 0xff)] {
+            let (context, _fake) = Fake::context();
+            let hub = Hub::new(Rank(0), Allowed::given(&context), Need::Any, Poller::new().unwrap());
+            let mut said = Introduction { session: SESSION, address: Err("no".to_owned()) }.encode();
+            said[at] = byte;
+            let mut connection = Connection { said, told: Vec::new() };
+            let mut opening = Opening::new(hub, MockPeer::RANK, Detour::Possible);
+            let down = opening.next_stages(&mut connection, Duration::ZERO).expect_err("it is garbled");
+            assert_eq!(down.cause, "the peer garbled its address of UCX");
+        }
+    }
+}

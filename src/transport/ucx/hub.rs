@@ -500,3 +500,6 @@ const FINISH_TIMEOUT: Duration = Duration::from_millis(2);
 
 /// How often to arm in one call while there is progress to make.
 const ARMS_MAX: usize = 16;
+
+#[cfg(test)]
+mod tests;

@@ -15,6 +15,8 @@ mod handover;
 mod header;
 mod hub;
 mod link;
+#[cfg(test)]
+mod mock_peer;
 mod offer;
 mod ordered;
 mod recv_stream;

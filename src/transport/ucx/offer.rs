@@ -24,6 +24,9 @@ pub(crate) enum Need {
 pub(crate) struct Allowed {
     named: Option<PathBuf>,
     packages: Vec<PathBuf>,
+    /// What a test has made instead.
+    #[cfg(test)]
+    given: Option<Arc<Context>>,
 }
 
 impl Allowed {
@@ -44,11 +47,26 @@ impl Allowed {
         if has_tls {
             return Err("its setting `tls` forbids what travels in the clear".to_owned());
         }
-        Ok(Allowed { named, packages: packages.to_vec() })
+        Ok(Allowed {
+            named,
+            packages: packages.to_vec(),
+            #[cfg(test)]
+            given: None,
+        })
+    }
+
+    /// This context, and no other.
+    #[cfg(test)]
+    pub(super) fn given(context: &Arc<Context>) -> Allowed {
+        Allowed { named: None, packages: Vec::new(), given: Some(context.clone()) }
     }
 
     /// Loads the library, which patches functions of the process.
     pub(crate) fn load(&self) -> Offer {
+        #[cfg(test)]
+        if let Some(context) = &self.given {
+            return Ok(context.clone());
+        }
         Context::of_process(self.named.as_deref(), &self.packages).map_err(|error| error.to_string())
     }
 }

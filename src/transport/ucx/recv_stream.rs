@@ -163,3 +163,119 @@ impl RecvStream for UcxRecvStream {
 
 /// How long the last pieces of a writer that has left may be behind the end of its connection.
 const LAST_PIECES_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener, TcpStream};
+
+    use super::*;
+    use crate::sys::poller::{Interest, Poller};
+    use crate::sys::ucx::fake::Fake;
+    use crate::transport::ucx::header::Kind;
+    use crate::transport::ucx::hub::Hub;
+    use crate::transport::ucx::mock_peer::MockPeer;
+    use crate::transport::ucx::offer::{Allowed, Need};
+    use crate::types::Rank;
+
+    /// The library, a stream over it, its session, the peer that sends to it, and that one's end of the connection.
+    fn stream() -> (Fake, UcxRecvStream, u64, MockPeer, TcpStream) {
+        let (context, fake) = Fake::context();
+        let poller = Poller::new().unwrap();
+        let hub = Hub::new(Rank(0), Allowed::given(&context), Need::Any, poller.clone());
+        let mut peer = MockPeer::new(&context);
+        peer.connect(&hub.address().unwrap());
+        let inflow = hub.open_from(MockPeer::RANK, &peer.address()).unwrap();
+        let session = inflow.session();
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (ours, _) = listener.accept().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let connection = poller.watch(Caller::new(ours), Interest::Read).unwrap();
+        (fake, UcxRecvStream::new(connection, inflow), session, peer, theirs)
+    }
+
+    /// The peer's last word, and the end of its connection unless it goes on.
+    fn say(stream: &mut UcxRecvStream, mut theirs: &TcpStream, word: &[u8]) {
+        std::io::Write::write_all(&mut theirs, word).unwrap();
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        while stream.hung_up.is_none() {
+            stream.look_for_end();
+        }
+        // So that no pause of this thread counts.
+        stream.hung_up = Some(Instant::now() + Duration::from_secs(3600));
+    }
+
+    #[test]
+    fn pieces_behind_the_end_of_the_connection_are_waited_for() {
+        let (_fake, mut stream, session, mut peer, theirs) = stream();
+        peer.send(Kind::Piece, session, 0, b"a");
+        say(&mut stream, &theirs, &2u64.to_le_bytes());
+        assert_eq!(stream.peek(), Ok(&b"a"[..]));
+        stream.consume(1);
+        assert_eq!(stream.peek(), Ok(&b""[..]), "one is missing");
+        assert!(stream.arm(), "it is looked at again");
+        peer.send(Kind::Piece, session, 1, b"b");
+        assert_eq!(stream.peek(), Ok(&b"b"[..]));
+        stream.consume(1);
+        assert_eq!(stream.peek().expect_err("it was the last").cause, "it closed the connection");
+    }
+
+    #[test]
+    fn pieces_that_never_come_are_waited_for_no_longer_than_a_while() {
+        let (_fake, mut stream, session, mut peer, theirs) = stream();
+        peer.send(Kind::Piece, session, 1, b"b");
+        say(&mut stream, &theirs, &2u64.to_le_bytes());
+        assert_eq!(stream.peek(), Ok(&b""[..]));
+        assert_eq!(stream.end(), None);
+        stream.hung_up = Instant::now().checked_sub(LAST_PIECES_TIMEOUT);
+        assert_eq!(stream.peek().expect_err("it is over").cause, "it closed the connection");
+        assert!(stream.end().is_some());
+    }
+
+    #[test]
+    fn pieces_are_not_waited_for_once_their_way_has_failed() {
+        let (fake, mut stream, _, _peer, theirs) = stream();
+        say(&mut stream, &theirs, &1u64.to_le_bytes());
+        assert_eq!(stream.peek(), Ok(&b""[..]));
+        fake.fail_endpoints();
+        assert!(stream.peek().is_err());
+    }
+
+    #[test]
+    fn who_leaves_without_a_number_has_sent_what_is_here() {
+        for word in [&b""[..], b"1234567"] {
+            let (_fake, mut stream, session, mut peer, theirs) = stream();
+            peer.send(Kind::Piece, session, 0, b"a");
+            say(&mut stream, &theirs, word);
+            assert_eq!(stream.peek(), Ok(&b"a"[..]));
+            stream.consume(1);
+            assert!(stream.peek().is_err(), "nobody says that there are more");
+        }
+    }
+
+    #[test]
+    fn who_says_more_than_a_number_has_hung_up() {
+        let (_fake, mut stream, _, _peer, mut theirs) = stream();
+        let all = stream.connection.stream.try_clone().unwrap();
+        std::io::Write::write_all(&mut theirs, &[0; 9]).unwrap();
+        while all.peek(&mut [0; 9]).unwrap_or_default() < 9 {
+            std::thread::yield_now();
+        }
+        stream.look_for_end();
+        assert!(stream.hung_up.is_some());
+        assert!(stream.peek().is_err(), "it has sent none");
+    }
+
+    #[test]
+    fn what_was_read_is_credited_once_it_is_worth_a_message() {
+        let (_fake, mut stream, session, mut peer, _theirs) = stream();
+        peer.received();
+        for number in 0..CREDIT_INTERVAL {
+            assert_eq!(peer.received(), [], "before piece {number} was read");
+            peer.send(Kind::Piece, session, number, b"ab");
+            assert_eq!(stream.read(&mut [0; 1]), Ok(1));
+            assert_eq!(stream.read(&mut [0; 8]), Ok(1));
+        }
+        assert_eq!(peer.received(), [(Kind::Credit, session, CREDIT_INTERVAL)]);
+    }
+}

@@ -112,3 +112,70 @@ impl Drop for UcxSendStream {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::{Ipv4Addr, TcpListener};
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::sys::poller::Poller;
+    use crate::sys::socket::PeerTimeout;
+    use crate::sys::ucx::fake::Fake;
+    use crate::transport::auth::{Identity, Secret};
+    use crate::transport::tcp::paths::Target;
+    use crate::transport::ucx::header::Kind;
+    use crate::transport::ucx::mock_peer::MockPeer;
+    use crate::transport::ucx::offer::{Allowed, Need};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// An open stream, and where its connection ends.
+    fn stream() -> (Fake, UcxSendStream, TcpListener) {
+        let (context, fake) = Fake::context();
+        let poller = Poller::new().unwrap();
+        let hub = Hub::new(Rank(0), Allowed::given(&context), Need::Any, poller.clone());
+        let mut peer = MockPeer::new(&context);
+        peer.connect(&hub.address().unwrap());
+        let outflow = hub.open_to(MockPeer::RANK, 7, &peer.address()).unwrap();
+        peer.send(Kind::Credit, 7, 0, &[]);
+        assert_eq!(outflow.is_granted(), Ok(true));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
+        let targets = [Target { source: None, address: listener.local_addr().unwrap() }].into();
+        let timeout = PeerTimeout::Always(LONG);
+        let connection = Connection::begin(identity, None, MockPeer::RANK, targets, &poller, timeout, 1).unwrap();
+        (fake, UcxSendStream { connection, stage: Stage::Open(outflow) }, listener)
+    }
+
+    #[test]
+    fn a_stream_that_ends_sends_what_was_written_on_its_way_and_says_how_much_that_is() {
+        let (fake, mut stream, listener) = stream();
+        for _ in 0..3 {
+            assert_eq!(stream.write(b"piece", &[]), Ok(5));
+        }
+        let mut theirs = listener.accept().unwrap().0;
+        assert_eq!(fake.flushes(), 0);
+        drop(stream);
+        assert_eq!(fake.flushes(), 1);
+        let mut said = Vec::new();
+        theirs.read_to_end(&mut said).unwrap();
+        assert_eq!(said, 3u64.to_le_bytes());
+    }
+
+    #[test]
+    fn a_stream_ends_also_where_its_bytes_do_not_leave() {
+        let (fake, mut stream, _listener) = stream();
+        fake.flushes_take(u32::MAX);
+        assert_eq!((stream.write(b"piece", &[]), stream.flushed()), (Ok(5), Ok(false)));
+        let (sender, ended) = channel();
+        std::thread::spawn(move || {
+            drop(stream);
+            sender.send(()).unwrap();
+        });
+        assert_eq!(ended.recv_timeout(LONG), Ok(()));
+        assert_eq!(fake.requests(), 0);
+    }
+}

@@ -11,6 +11,8 @@ use std::time::Duration;
 use super::*;
 use crate::config::Config;
 use crate::error::Down;
+use crate::sys::fork::testing::holds_in_a_child;
+use crate::sys::ucx::UcxError;
 use crate::transport::RecvStream;
 use crate::transport::auth::Secret;
 use crate::transport::testing::{names, opened};
@@ -32,15 +34,20 @@ fn streams_work_over_all_that_is_here() {
         child.args(["transport::ucx::tests::", "--skip", "over_all_that_is_here", "--test-threads", "2"]);
         let output = child.env(UNDER_TEST, &library).env("UCX_TLS", transports).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && text.contains("ok. 5 passed"), "{transports}: {text}");
+        assert!(output.status.success() && text.contains("ok. 6 passed"), "{transports}: {text}");
     }
 }
 
-/// The transport of one rank of two; none outside of a process that is for this.
-fn transport(me: u32, need: Need) -> Option<UcxTransport> {
+/// UCX; none outside of a process that is for this.
+fn allowed() -> Option<Allowed> {
     let library = std::env::var(UNDER_TEST).ok()?;
     let hints = [("transport".to_owned(), "ucx".to_owned()), ("ucx".to_owned(), library)];
-    let allowed = Allowed::by(&Config::resolve_with(&|_| None, &hints).unwrap(), &[], false).unwrap();
+    Some(Allowed::by(&Config::resolve_with(&|_| None, &hints).unwrap(), &[], false).unwrap())
+}
+
+/// The transport of one rank of two; none as above.
+fn transport(me: u32, need: Need) -> Option<UcxTransport> {
+    let allowed = allowed()?;
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 2, secret: Secret::new([5; 32]) };
     let timeout = PeerTimeout::Always(Duration::from_secs(60));
     let here = vec![Ipv4Addr::LOCALHOST.into()];
@@ -71,6 +78,15 @@ fn named(transport: &mut UcxTransport) -> Vec<StreamName> {
             return named;
         }
     }
+}
+
+#[test]
+fn a_forked_child_of_a_process_that_has_used_ucx_gets_none() {
+    let Some(transport) = transport(0, Need::Any) else { return };
+    transport.hub.address().unwrap();
+    let allowed = allowed().unwrap();
+    assert!(holds_in_a_child(|| allowed.load().is_err_and(|cause| cause == UcxError::Forked.to_string())));
+    assert!(allowed.load().is_ok());
 }
 
 #[test]
