@@ -290,15 +290,19 @@ mod tests {
     use crate::types::{DType, ReduceOp, Tag};
 
     const LIMIT: Duration = Duration::from_secs(60);
-    /// By recursive doubling.
-    const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, algorithm: 3, root: 0, count: 1 };
+    const SUM: Signature = Signature { operation: 1, dtype: 0, reduction: 1, algorithm: 0, root: 0, count: 1 };
+
+    /// As all ranks run it.
+    fn by_doubling() -> Signature {
+        Signature { algorithm: select::number("recursive_doubling"), ..SUM }
+    }
 
     /// A sum of one number over two ranks.
     fn sum(words: &mut Words) -> Request {
         let region = Region::of(&[words.buffer()]);
         Request {
             collective: Collective::AllReduce { count: 1 },
-            signature: Signature { algorithm: 0, ..SUM },
+            signature: SUM,
             reduce: Some(ReduceOp::Sum),
             dtype: DType::U64,
             spaces: Spaces::new(region.clone(), region, 8),
@@ -342,10 +346,10 @@ mod tests {
     #[test]
     fn what_needs_nobody_more_ends_at_once() {
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-        harness.wire().to_engine.extend(theirs(SUM, 40));
+        harness.wire().to_engine.extend(theirs(by_doubling(), 40));
         assert!(matches!(run(&mut harness, &mut words), Submitted::Completed(Entry { sequence: 0, .. }, None)));
         assert_eq!(words.get(), [42]);
-        assert_eq!(harness.wire().from_engine, theirs(SUM, 2), "rank 1 gets what it always gets");
+        assert_eq!(harness.wire().from_engine, theirs(by_doubling(), 2), "rank 1 gets what it always gets");
         assert!(
             harness.engine.is_settled()
                 && harness.engine.collectives.current() == 1
@@ -356,7 +360,7 @@ mod tests {
 
     #[test]
     fn what_has_to_wait_goes_on_from_there() {
-        let message = theirs(SUM, 40);
+        let message = theirs(by_doubling(), 40);
         for there in [0, 3, message.len() - 1] {
             let (mut harness, mut words) = (harness(), Words::new(vec![2]));
             harness.wire().to_engine.extend(&message[..there]);
@@ -365,7 +369,7 @@ mod tests {
             assert!(!work.is_done(), "{there} bytes are there");
             harness.send(&message[there..]);
             assert_eq!((work.result(), words.get()), (Some(Ok(())), [42].as_slice()), "after {there} bytes");
-            assert_eq!(harness.wire().from_engine, theirs(SUM, 2), "it is sent once");
+            assert_eq!(harness.wire().from_engine, theirs(by_doubling(), 2), "it is sent once");
         }
     }
 
@@ -373,7 +377,7 @@ mod tests {
     fn a_rank_that_has_left_has_sent_its_part() {
         // The header of a rank that is busy with more than this message is not the one that is expected.
         let header = Header { is_busy: true, ..sum(&mut Words::new(vec![0])).header(0, 0, 8) };
-        let header = Header { signature: SUM, ..header }.encode();
+        let header = Header { signature: by_doubling(), ..header }.encode();
         let message = [&*header, &40u64.to_ne_bytes()].concat();
         for (there, ends_well) in [(message.len(), true), (message.len() - 1, false), (3, false)] {
             let (mut harness, mut words) = (harness(), Words::new(vec![2]));
@@ -393,7 +397,7 @@ mod tests {
     #[test]
     fn another_call_of_the_other_rank_is_an_error_as_ever() {
         let (mut harness, mut words) = (harness(), Words::new(vec![2]));
-        harness.wire().to_engine.extend(theirs(Signature { count: 2, ..SUM }, 40));
+        harness.wire().to_engine.extend(theirs(Signature { count: 2, ..by_doubling() }, 40));
         let work = in_flight(run(&mut harness, &mut words));
         harness.settle();
         assert!(matches!(work.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", work.result());
@@ -409,8 +413,9 @@ mod tests {
         let Some(Err(Error::Mismatch { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
         let expected = "the ranks disagree on how to run collective 0: rank 0 chose recursive_doubling, rank 1 ring";
         assert_eq!(detail, expected);
-        let told =
-            Header::decode(&harness.wire().from_engine[theirs(SUM, 2).len()..]).expect("a header").expect("all of it");
+        let told = Header::decode(&harness.wire().from_engine[theirs(by_doubling(), 2).len()..])
+            .expect("a header")
+            .expect("all of it");
         assert_eq!(told.kind, FrameKind::Fail, "rank 1 is told");
     }
 

@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "calls a library in C")]
 
 use std::any::Any;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
@@ -56,11 +56,12 @@ impl Context {
         // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
         let status = unsafe { (functions.config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
         ucx.check("ucp_config_read", status)?;
-        if std::env::var_os("UCX_MM_ERROR_HANDLING").is_none() {
-            // Otherwise shared memory reports no peer's death, and is not taken for endpoints that ask for such reports.
-            // SAFETY: read above; both texts end with NUL, and are copied.
-            let status = unsafe { (functions.config_modify)(config, c"MM_ERROR_HANDLING".as_ptr(), c"y".as_ptr()) };
-            ucx.check("ucp_config_modify", status)?;
+        for (key, variable, value) in SETTINGS {
+            if std::env::var_os(variable).is_none() {
+                // SAFETY: read above; both texts end with NUL, and are copied.
+                let status = unsafe { (functions.config_modify)(config, key.as_ptr(), value.as_ptr()) };
+                ucx.check("ucp_config_modify", status)?;
+            }
         }
         let params = Params {
             field_mask: PARAM_FEATURES | PARAM_REQUEST_INIT | PARAM_MT_WORKERS_SHARED,
@@ -104,6 +105,14 @@ impl Drop for Context {
         unsafe { (self.ucx.functions().cleanup)(self.raw) };
     }
 }
+
+/// What a process that sets no variable has otherwise than UCX has it: the name, the variable, the value.
+const SETTINGS: [(&CStr, &str, &CStr); 2] = [
+    // Otherwise shared memory reports no peer's death, and is not taken for endpoints that ask for such reports.
+    (c"MM_ERROR_HANDLING", "UCX_MM_ERROR_HANDLING", c"y"),
+    // Otherwise a registration that has ended stays in a cache, and a device serves who has its key. Known from 1.14 on.
+    (c"RCACHE_ENABLE", "UCX_RCACHE_ENABLE", c"n"),
+];
 
 /// The size of the library's own part of a request: 0 before it is known.
 static REQUEST_BYTES: AtomicUsize = AtomicUsize::new(0);
@@ -194,5 +203,17 @@ impl Drop for RegisteredMemory {
         if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
             log::warn!("{error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::sys::ucx::fake::{self, Fake};
+
+    #[test]
+    fn deaths_are_reported_and_registrations_end_unless_variables_say_otherwise() {
+        let _context = Fake::context();
+        let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        assert_eq!(fake::settings(), [set("MM_ERROR_HANDLING", "y"), set("RCACHE_ENABLE", "n")].into());
     }
 }

@@ -90,6 +90,11 @@ impl Fake {
     }
 }
 
+/// What contexts are set to, otherwise than the library has it.
+pub(crate) fn settings() -> BTreeMap<String, String> {
+    state().settings.clone()
+}
+
 /// How many calls of the library there were, of all contexts.
 pub(crate) fn calls() -> usize {
     CALLS.load(Ordering::Relaxed)
@@ -99,6 +104,7 @@ static CALLS: AtomicUsize = AtomicUsize::new(0);
 
 /// What all contexts have, by the numbers that stand for pointers.
 struct State {
+    settings: BTreeMap<String, String>,
     contexts: BTreeMap<usize, ContextState>,
     workers: BTreeMap<usize, WorkerState>,
     endpoints: BTreeMap<usize, EndpointState>,
@@ -150,6 +156,7 @@ struct Argument(*mut c_void);
 unsafe impl Send for Argument {}
 
 static STATE: Mutex<State> = Mutex::new(State {
+    settings: BTreeMap::new(),
     contexts: BTreeMap::new(),
     workers: BTreeMap::new(),
     endpoints: BTreeMap::new(),
@@ -203,7 +210,10 @@ unsafe extern "C" fn config_read(_: *const c_char, _: *const c_char, config: *mu
     OK
 }
 
-extern "C" fn config_modify(_: RawConfig, _: *const c_char, _: *const c_char) -> Status {
+unsafe extern "C" fn config_modify(_: RawConfig, key: *const c_char, value: *const c_char) -> Status {
+    // SAFETY: the caller's.
+    let [key, value] = [key, value].map(|text| unsafe { CStr::from_ptr(text) }.to_str().unwrap().to_owned());
+    called().settings.insert(key, value);
     OK
 }
 
