@@ -20,11 +20,11 @@ FLOORS = [
     distwrap functional bench bench.operations bench.progress diagnose.dumps doctor""",
     # One thing each: works, memory, hosts, what users get wrong.
     """_backend_class _bootstrap _host _live _memory _mistakes _rates _reconfigure _take_over _transport _work
-    completion bench.device bench.link diagnose.links diagnose.perfetto diagnose.pytorch hooks._ring_buffer
+    completion bench.device diagnose.links diagnose.perfetto diagnose.pytorch hooks._ring_buffer
     hooks._signature""",
     # What a backend has beside it: batches, hooks, dumps, metrics, libraries.
     """_alone _batch _debug_server _dump _hooks _library _metrics _pytorch_recorder _vendor
-    bench.measure diagnose.analyze doctor.checks top""",
+    bench.link bench.measure diagnose.analyze doctor.checks top""",
     # The backend of process groups, and what graphs know.
     "_backend _c10d_hook_args _graph_state bench.launch bench.report diagnose diagnose.report doctor.meeting",
     # All backends by name; operators.
