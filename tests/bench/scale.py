@@ -165,7 +165,7 @@ def main() -> None:
         number, size, way, port = arguments.part.split()
         return run_part(int(number), int(size), way, int(port))
     columns = ["ranks", "by", *STEPS, "KiB a rank", "descriptors a rank"]
-    print(f"| {' | '.join(columns)} |\n|{'---:|' * len(columns)}")
+    print(f"| {' | '.join(columns)} |\n|{'---:|' * len(columns)}", flush=True)
     failed = False
     for size in arguments.ranks:
         for way in arguments.ways:
