@@ -67,10 +67,8 @@ fn bytes_go_through_what_the_environment_says() {
         let mut data = vec![comm.rank().0 as f32; 100_000];
         comm.all_reduce(&mut data, ReduceOp::Sum).expect("all_reduce");
         assert!(data.iter().all(|value| *value == 3.0));
-        // Each to each, and again: what came with the second says that the first one's streams were open.
-        for _ in 0..2 {
-            comm.all_to_all(&mut [0; 3], &[1; 3]).expect("all_to_all");
-        }
+        // Each to each.
+        comm.all_to_all(&mut [0; 3], &[1; 3]).expect("all_to_all");
         let told = told(comm);
         // A stream to a rank that has left is open no more.
         comm.barrier().expect("barrier");
