@@ -1,13 +1,14 @@
 //! The Python extension module `ncclx_rs._native`: the engine behind a c10d backend.
 //!
 //! It serves every Python and PyTorch; what is made for one of them is the C++ shim in csrc/, which implements c10d's
-//! classes. `shim` loads it, and `abi` is the C boundary to it. `allocator` has functions that PyTorch allocates device
-//! memory by. `library` loads backends from shared libraries, `rdma` reads and writes the memory of other processes, `store`
-//! serves the rendezvous of reconfigured communicators, `simulate` runs collectives of worlds that are not here, and `logging`
-//! passes the engine's records to Python's logging.
+//! classes. `shim` loads it, and `abi` is the C boundary to it. `config` reads the settings. `allocator` has functions that
+//! PyTorch allocates device memory by. `library` loads backends from shared libraries, `rdma` reads and writes the memory of
+//! other processes, `store` serves the rendezvous of reconfigured communicators, `simulate` runs collectives of worlds that are
+//! not here, and `logging` passes the engine's records to Python's logging.
 
 mod abi;
 mod allocator;
+mod config;
 mod convert;
 mod library;
 mod logging;
@@ -32,7 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     logging::install(module)?;
     vendor::look_for_ucx(module.py())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add_function(wrap_pyfunction!(settings, module)?)?;
+    module.add_function(wrap_pyfunction!(config::settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;
@@ -65,8 +66,7 @@ fn launch_rank_and_size() -> PyResult<(u32, usize)> {
 /// Whether PyTorch's own flight recorder should record a process group with these hints.
 #[pyfunction]
 fn pytorch_recorder(hints: Vec<(String, String)>) -> PyResult<bool> {
-    let config = ncclx_rs::config::Config::resolve(&hints);
-    config.map(|config| config.pytorch_recorder).map_err(|error| PyValueError::new_err(error.to_string()))
+    Ok(config::resolved(&hints)?.pytorch_recorder)
 }
 
 /// The names of the algorithms for a collective, such as `all_reduce`, of `ranks` ranks on `hosts` hosts.
@@ -95,8 +95,7 @@ fn preferred_algorithm(collective: &str, ranks: usize, hosts: usize, bytes: usiz
 /// How many file descriptors a communicator of so many ranks takes at most, as this process is set.
 #[pyfunction]
 fn descriptors_of(ranks: usize) -> PyResult<usize> {
-    let config = ncclx_rs::config::Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    Ok(ncclx_rs::transport::descriptors(ranks, config.tcp_streams.get()))
+    Ok(ncclx_rs::transport::descriptors(ranks, config::resolved(&[])?.tcp_streams.get()))
 }
 
 /// This host's addresses: the interface's name, the address, and whether it is up.
@@ -112,7 +111,7 @@ fn interfaces() -> PyResult<Vec<(String, String, bool)>> {
 fn advertised_addresses(host: Option<&str>) -> PyResult<Vec<String>> {
     let refused = |error: ncclx_rs::InitError| PyValueError::new_err(error.to_string());
     let found = ncclx_rs::sys::net::interfaces().map_err(|error| PyOSError::new_err(error.to_string()))?;
-    let filter = ncclx_rs::config::Config::resolve(&[]).map_err(refused)?.socket_interfaces;
+    let filter = config::resolved(&[])?.socket_interfaces;
     let routed = host.and_then(ncclx_rs::sys::net::source_toward);
     let told = ncclx_rs::comm::address::advertised(&found, filter.as_deref(), routed).map_err(refused)?;
     Ok(told.iter().map(ToString::to_string).collect())
@@ -142,8 +141,7 @@ fn numa_nodes(sys: PathBuf) -> Vec<NumaNode> {
 /// no one of several.
 #[pyfunction]
 fn home_node() -> PyResult<Option<(u32, Option<String>)>> {
-    let config = ncclx_rs::config::Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    let node = ncclx_rs::sys::numa::settled(config.numa_node).number();
+    let node = ncclx_rs::sys::numa::settled(config::resolved(&[])?.numa_node).number();
     Ok(node.map(|node| {
         let home = ncclx_rs::sys::numa::Home::at(node);
         (home.node, home.refused)
@@ -176,15 +174,4 @@ fn write_dumps(py: Python<'_>, folder: PathBuf, reason: &str) -> PyResult<Vec<Pa
 #[pyfunction]
 fn dumps(py: Python<'_>, reason: &str) -> Vec<String> {
     py.detach(|| ncclx_rs::comm::dumps(reason))
-}
-
-/// Every setting: name, environment variables, values, default and meaning.
-#[pyfunction]
-fn settings() -> Vec<(String, Vec<String>, String, String, String)> {
-    ncclx_rs::config::Config::describe()
-        .into_iter()
-        .map(|row| {
-            (row.name.to_owned(), row.variables, row.kind.to_owned(), row.default.to_owned(), row.meaning.to_owned())
-        })
-        .collect()
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use ncclx_rs::config::{Config, UcxChoice};
+use ncclx_rs::config::UcxChoice;
 use ncclx_rs::device::allocator;
 use ncclx_rs::sync::Arc;
 use ncclx_rs::sys::nccl::{Feature, Nccl, Vendor};
@@ -10,13 +10,15 @@ use ncclx_rs::sys::ucx::Ucx;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::config;
+
 /// What is known of a library: its file, its version, and what it lacks of what a newer one can do.
 type Found = (PathBuf, String, Vec<&'static str>);
 
 /// Loads the library `nccl`, `rccl` or `ucx`: that of the settings, or the first that is found.
 #[pyfunction]
 pub(crate) fn vendor_library(py: Python<'_>, name: &str, packages: Vec<PathBuf>) -> PyResult<Found> {
-    let config = Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let config = config::resolved(&[])?;
     let (vendor, named) = match name {
         "nccl" => (Vendor::Nccl, config.nccl_library),
         "rccl" => (Vendor::Rccl, config.rccl_library),
@@ -43,7 +45,7 @@ pub(crate) fn look_for_ucx(py: Python<'_>) -> PyResult<()> {
 #[pyfunction]
 #[pyo3(signature = (library, packages))]
 pub(crate) fn allocates(py: Python<'_>, library: Option<&str>, packages: Vec<PathBuf>) -> PyResult<(bool, String)> {
-    let config = Config::resolve(&[]).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let config = config::resolved(&[])?;
     let (vendor, named) = match library.unwrap_or(config.engine.name()) {
         "nccl" => (Vendor::Nccl, config.nccl_library),
         "rccl" => (Vendor::Rccl, config.rccl_library),
