@@ -133,9 +133,6 @@ unsafe extern "C" fn zero_request(request: *mut c_void) {
 }
 
 /// Memory that the devices of a context may access, and the peers read that have its key.
-///
-/// The library has a cache of a context's registrations by address range, which notices memory that is unmapped (`ucp_rcache`). So
-/// those of the same bytes are one with a device, and an ended one may stay there for a while.
 #[derive(Debug)]
 pub struct RegisteredMemory {
     context: Arc<Context>,
