@@ -259,7 +259,18 @@ mod testing {
         acceptor: &mut dyn Transport,
         detour: Detour,
     ) -> (Box<dyn SendStream>, Box<dyn RecvStream>) {
-        let mut send_stream = opener.open(Rank(1), &acceptor.address(), detour).unwrap();
+        let address = acceptor.address();
+        opened_at(&address, opener, acceptor, detour)
+    }
+
+    /// The same, where the way to the acceptor leads through this address.
+    pub(super) fn opened_at(
+        address: &[u8],
+        opener: &mut dyn Transport,
+        acceptor: &mut dyn Transport,
+        detour: Detour,
+    ) -> (Box<dyn SendStream>, Box<dyn RecvStream>) {
+        let mut send_stream = opener.open(Rank(1), address, detour).unwrap();
         let mut accepted = Vec::new();
         while accepted.is_empty() || !send_stream.is_open() {
             send_stream.write(&[], &[]).unwrap();

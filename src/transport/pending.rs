@@ -64,6 +64,11 @@ impl<S: AsFd> Pending<S> {
         self
     }
 
+    /// What this process lacks, in words.
+    fn describe(&self, error: &io::Error) -> String {
+        shortage::describe(error, self.identity.size, self.streams)
+    }
+
     /// Whether another connection can be accepted.
     fn has_room(&self) -> bool {
         self.candidates.len() < CANDIDATES_MAX
@@ -111,7 +116,7 @@ impl<S: AsFd> Pending<S> {
                     }
                     return;
                 }
-                Err(error) => return self.pause(shortage::describe(&error, self.identity.size, self.streams)),
+                Err(error) => return self.pause(self.describe(&error)),
             }
         }
     }
@@ -154,9 +159,7 @@ impl<S: AsFd> Pending<S> {
         match candidate.watch() {
             Ok(()) => {}
             // Kept: to a peer, a dropped connection would mean that this rank has ended.
-            Err(error) if limits::is_shortage(&error) => {
-                self.pause(shortage::describe(&error, self.identity.size, self.streams))
-            }
+            Err(error) if limits::is_shortage(&error) => self.pause(self.describe(&error)),
             Err(error) => return log::warn!("rank {}: a connection was dropped: {error}", self.identity.me),
         }
         self.candidates.push(candidate);
@@ -173,8 +176,7 @@ impl<S: AsFd> Pending<S> {
         for mut candidate in std::mem::take(&mut self.candidates) {
             if !candidate.stream.is_watched() {
                 let watched = if is_paused { Ok(()) } else { candidate.watch() };
-                refusal =
-                    watched.err().map(|error| shortage::describe(&error, self.identity.size, self.streams)).or(refusal);
+                refusal = watched.err().map(|error| self.describe(&error)).or(refusal);
             }
             if !candidate.stream.is_watched() {
                 self.candidates.push(candidate);

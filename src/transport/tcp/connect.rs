@@ -15,7 +15,7 @@ use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Opening, is_passing};
-use crate::transport::tcp::greeting::{Greeting, JOINED};
+use crate::transport::tcp::greeting::{GREETING_BYTES, Greeting, JOINED};
 use crate::transport::tcp::paths::Target;
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{PATIENCE_WITH_CALLS, SendStream, shortage};
@@ -28,8 +28,8 @@ enum Stage {
     Connecting { since: Instant },
     /// Both sides prove that they know the secret.
     Proving(Opening),
-    /// So many bytes of the greeting have been written.
-    Greeting(usize),
+    /// Of the greeting, so many bytes have been written.
+    Greeting(Greeting, usize),
     /// The acceptor takes the rail into its stream. Bytes on one that it might not know would be missed at the stream's end.
     Joining,
     /// Bytes flow.
@@ -173,30 +173,27 @@ impl Connection {
                     Err(error) => self.try_next(error.into())?,
                 },
                 Stage::Proving(opening) => match opening.drive(&mut *self.stream) {
-                    Ok(true) if self.greeting.is_some() => self.stage = Stage::Greeting(0),
-                    Ok(true) => self.stage = Stage::Open,
+                    Ok(true) => {
+                        self.stage = self.greeting.map_or(Stage::Open, |greeting| Stage::Greeting(greeting, 0));
+                    }
                     Ok(false) => return Ok(false),
                     Err(down) => match opening.classify(down) {
                         slow if slow.kind == Down::Busy => return Err(slow),
                         down => self.try_next(down)?,
                     },
                 },
-                Stage::Greeting(written) => {
-                    let greeting = self.greeting.map_or(Vec::new(), |greeting| greeting.encode().to_vec());
-                    match self.stream.write(&greeting[*written..]) {
-                        Ok(count) if *written + count == greeting.len() => {
-                            let is_rail = self.greeting.is_some_and(|greeting| greeting.rails > 1);
-                            self.stage = if is_rail { Stage::Joining } else { Stage::Open };
-                            self.stream.set(Interest::Read)?;
-                        }
-                        Ok(count) => *written += count,
-                        Err(error) if is_passing(&error) => {
-                            self.stream.set(Interest::ReadWrite)?;
-                            return Ok(false);
-                        }
-                        Err(error) => return Err(error.into()),
+                Stage::Greeting(greeting, written) => match self.stream.write(&greeting.encode()[*written..]) {
+                    Ok(count) if *written + count == GREETING_BYTES => {
+                        self.stage = if greeting.rails > 1 { Stage::Joining } else { Stage::Open };
+                        self.stream.set(Interest::Read)?;
                     }
-                }
+                    Ok(count) => *written += count,
+                    Err(error) if is_passing(&error) => {
+                        self.stream.set(Interest::ReadWrite)?;
+                        return Ok(false);
+                    }
+                    Err(error) => return Err(error.into()),
+                },
                 Stage::Joining => match self.get(&mut [0; JOINED.len()])? {
                     0 => return Ok(false),
                     _ => self.stage = Stage::Open,
@@ -231,11 +228,6 @@ impl Connection {
         }
     }
 
-    /// As a rail: asks the poller to wake when there is room, too, if bytes wait.
-    pub(super) fn watch_room(&mut self, waits: bool) {
-        self.watch(waits);
-    }
-
     /// As a rail: whether TLS holds bytes.
     pub(super) fn holds_bytes(&self) -> bool {
         self.stream.holds_bytes()
@@ -252,7 +244,7 @@ impl Connection {
     }
 
     /// Asks the poller to wake when there is room, if bytes of the engine or of TLS wait.
-    fn watch(&mut self, armed: bool) {
+    pub(super) fn watch(&mut self, armed: bool) {
         let (is_open, holds) = (matches!(self.stage, Stage::Open), self.stream.holds_bytes());
         self.holding.set(is_open && holds);
         let wanted = if armed || holds { Interest::ReadWrite } else { Interest::Read };
@@ -273,7 +265,7 @@ impl Connection {
 }
 
 /// The result of reading or writing, where nothing moves if nothing can now.
-fn passing(outcome: io::Result<usize>) -> Result<usize, LinkDown> {
+pub(super) fn passing(outcome: io::Result<usize>) -> Result<usize, LinkDown> {
     match outcome {
         Err(error) if is_passing(&error) => Ok(0),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(LinkDown::hung_up("it closed the connection")),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use crate::error::LinkDown;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::poller::{Poller, StreamName, Watched};
-use crate::transport::handshake::is_passing;
 use crate::transport::tcp::channel::Source;
+use crate::transport::tcp::connect::passing;
 use crate::transport::tcp::failures::{Alarm, Failures};
 use crate::transport::tcp::greeting::Caller;
 use crate::transport::tcp::paths::way;
@@ -52,10 +52,7 @@ struct Rail {
 
 impl Link for Rail {
     fn write(&mut self, bytes: &[u8]) -> Result<usize, LinkDown> {
-        match self.caller.stream.write(bytes) {
-            Err(error) if is_passing(&error) => Ok(0),
-            outcome => outcome.map_err(LinkDown::from),
-        }
+        passing(self.caller.stream.write(bytes))
     }
 
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {

@@ -165,7 +165,7 @@ impl SendRails {
     /// Has the poller wake when there is room on rails for which bytes wait. Acknowledgements always wake it.
     fn watch(&mut self) {
         for (rail, has_rest) in self.sender.rails() {
-            rail.connection.watch_room(has_rest);
+            rail.connection.watch(has_rest);
         }
         let holds = self.holds();
         self.holding.set(holds);
@@ -180,9 +180,7 @@ impl SendRails {
 
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         self.nudge.clear();
-        if !self.opening.is_empty() {
-            self.open()?;
-        }
+        self.open()?;
         let taken = if head.is_empty() && body.iter().all(|slice| slice.is_empty()) {
             self.sender.advance();
             0
@@ -194,9 +192,7 @@ impl SendRails {
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
-        if !self.opening.is_empty() {
-            self.open()?;
-        }
+        self.open()?;
         self.sender.advance();
         self.settle()?;
         let mut rails = self.sender.rails();

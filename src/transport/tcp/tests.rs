@@ -18,7 +18,7 @@ use crate::sys::socket::PeerTimeout;
 use crate::sys::tcp_info::{self, UnderWay};
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::pending::Proved;
-use crate::transport::testing::{names, opened};
+use crate::transport::testing::{names, opened, opened_at};
 use crate::transport::tls::Tls;
 use crate::transport::{Detour, RecvStream, SendStream, Transport};
 use crate::types::Rank;
@@ -47,6 +47,13 @@ fn relay(port: u16) -> (u16, JoinHandle<Vec<u8>>) {
     (own, overheard)
 }
 
+/// The address of a rank behind a relay, which is made for the rank's port and tells its own.
+fn through(receiver: &TcpTransport, relay: impl FnOnce(u16) -> u16) -> Vec<u8> {
+    let mut address = Address::parse(&receiver.address()).unwrap();
+    address.port = relay(address.port);
+    address.encode()
+}
+
 /// The transport of one rank of two.
 fn transport(me: u32, config: &Config) -> TcpTransport {
     let secret = Secret::new([5; 32]);
@@ -61,12 +68,11 @@ fn transport(me: u32, config: &Config) -> TcpTransport {
 fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
     let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-    let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
-    let mut unauthenticated = TcpStream::connect((Ipv4Addr::LOCALHOST, address.port)).unwrap();
+    let Address { port: own, .. } = Address::parse(&receiver.address()).unwrap();
+    let mut unauthenticated = TcpStream::connect((Ipv4Addr::LOCALHOST, own)).unwrap();
     unauthenticated.write_all(&[b'G'; 1000]).unwrap();
-    let (port, overheard) = relay(address.port);
-    address.port = port;
-    let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
+    let (port, overheard) = relay(own);
+    let mut send_stream = sender.open(Rank(1), &through(&receiver, |_| port), Detour::Impossible).unwrap();
 
     let (mut accepted, mut sent) = (Vec::new(), 0);
     loop {
@@ -324,15 +330,8 @@ fn breaking_relay(port: u16, bytes: usize) -> u16 {
 fn what_a_broken_connection_has_not_delivered_comes_by_the_others_and_once() {
     for (tls, bytes) in [("off", 1_000_000), ("on", 1_000_000), ("off", 5_000_000), ("off", 70_000)] {
         let (mut sender, mut receiver) = (transport(0, &config(tls, "3")), transport(1, &config(tls, "3")));
-        let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
-        address.port = breaking_relay(address.port, bytes);
-        let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
-        let mut accepted = Vec::new();
-        while accepted.is_empty() || !send_stream.is_open() {
-            send_stream.write(&[], &[]).unwrap();
-            accepted.extend(receiver.accept());
-        }
-        let (_, mut recv_stream) = accepted.pop().unwrap();
+        let address = through(&receiver, |port| breaking_relay(port, bytes));
+        let (mut send_stream, mut recv_stream) = opened_at(&address, &mut sender, &mut receiver, Detour::Impossible);
         let payload = content(30 << 20);
         let received = pass(&mut *send_stream, &mut *recv_stream, &payload, |_| {});
         assert!(received == payload, "TLS {tls}, after {bytes} bytes: the bytes are those that were sent");
@@ -380,10 +379,9 @@ fn a_first_connection_that_breaks_before_the_second_has_come_does_not_end_the_st
     for tls in ["off", "on"] {
         let config = config(tls, "2");
         let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
-        let (port, next) = gated_relay(address.port);
-        address.port = port;
-        let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
+        let (port, next) = gated_relay(Address::parse(&receiver.address()).unwrap().port);
+        let address = through(&receiver, |_| port);
+        let mut send_stream = sender.open(Rank(1), &address, Detour::Impossible).unwrap();
         let (payload, mut piece) = (content(1 << 20), vec![0; 1 << 20]);
         let (mut accepted, mut sent, mut received) = (Vec::new(), 0, Vec::new());
         while received.is_empty() {
@@ -481,15 +479,8 @@ fn over_a_long_distance_four_connections_carry_more_than_twice_as_much_as_one() 
     let time = |streams: &str| {
         let config = config("off", streams);
         let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
-        let mut address: Address = serde_json::from_slice(&receiver.address()).unwrap();
-        address.port = distant_relay(address.port);
-        let mut send_stream = sender.open(Rank(1), &serde_json::to_vec(&address).unwrap(), Detour::Impossible).unwrap();
-        let mut accepted = Vec::new();
-        while accepted.is_empty() || !send_stream.is_open() {
-            send_stream.write(&[], &[]).unwrap();
-            accepted.extend(receiver.accept());
-        }
-        let (_, mut recv_stream) = accepted.pop().unwrap();
+        let address = through(&receiver, distant_relay);
+        let (mut send_stream, mut recv_stream) = opened_at(&address, &mut sender, &mut receiver, Detour::Impossible);
         let begun = Instant::now();
         assert!(pass(&mut *send_stream, &mut *recv_stream, &payload, |_| std::thread::yield_now()) == payload);
         begun.elapsed()
