@@ -149,7 +149,7 @@ fn run(world: &[Vec<Call>], order: Order) -> Result<(), Vec<usize>> {
         }
     }
     let mut random = StdRng::seed_from_u64(if let Order::Random(seed) = order { seed } else { 0 });
-    loop {
+    while !queues.is_empty() {
         let first = match order {
             Order::Ahead(rank) => queues.iter().position(|queue| queue.rank >= rank).unwrap_or(0),
             Order::Random(_) => random.random_range(0..queues.len()),
@@ -386,6 +386,12 @@ fn calls(rounds: &Rounds) -> (usize, usize) {
     let batches = rounds.operations.chunk_by(|one, next| is_word(one) && is_word(next));
     let words = batches.filter(|batch| is_word(&batch[0])).count();
     (words, rounds.operations.iter().filter(|operation| !is_word(operation)).count())
+}
+
+#[test]
+fn ranks_that_submit_nothing_are_done() {
+    complete(&short_batches(587_982_936_760_854_214));
+    complete(&[vec![], vec![]]);
 }
 
 #[test]
