@@ -10,7 +10,7 @@ use crate::buffer::{Buffer, Memory};
 use crate::comm::bootstrap::{self, Bootstrap, Keys};
 use crate::comm::check::{self, Checked, RankAndSize};
 use crate::comm::device::DeviceSide;
-use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, neighbours};
+use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, Manner, neighbours};
 use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
@@ -158,7 +158,7 @@ impl Communicator {
             }
             Ok(addresses)
         };
-        let Bootstrap { ranks, comm_id, tuning, scratch_bytes, .. } =
+        let Bootstrap { ranks, comm_id, secret, tuning, scratch_bytes } =
             bootstrap::join(&name, rank, size, store, &config, open)?;
         Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].algorithm.clone();
@@ -204,7 +204,9 @@ impl Communicator {
         let mut engine = Engine::new(name.clone(), rank, topo, transports, find_routes, watcher);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
-        let device = DeviceSide::new(&config, &ranks[rank.index()].host_id);
+        let host_id = &ranks[rank.index()].host_id;
+        let device = DeviceSide::new(&config, host_id);
+        let manner = Manner::of(&config, host_id)?;
         engine.home = home;
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
@@ -219,7 +221,8 @@ impl Communicator {
         let driver = Driver::new(engine, poller, polling);
         let start_detector = || {
             let transports = detector_transports.into_transports();
-            FailureDetector::start(rank, &ranks, transports, neighbours, thread, report_to(&driver))
+            let identity = Identity { comm: comm_id, me: rank, size, secret };
+            FailureDetector::start(identity, &manner, &ranks, transports, neighbours, thread, report_to(&driver))
         };
         let detector = (size > 1).then(start_detector).transpose();
         let detector = detector.map_err(|cause| os("the thread that watches for lost ranks", cause))?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// Which transports may be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TransportChoice {
     /// Shared memory within a host; between hosts TCP, or UCX where both have RDMA devices and name its library.
     Auto,

@@ -9,7 +9,7 @@ use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
 /// A process's number, and the namespace in which it has that number.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessId {
     /// The kernel and the process namespace.
     namespace: String,

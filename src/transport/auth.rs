@@ -121,6 +121,12 @@ impl Opener {
         Ok(answer)
     }
 
+    /// What only the two ends of this connection know, once both have proved themselves.
+    pub fn session(&self, challenge: &[u8; CHALLENGE_BYTES], binding: &Binding) -> Secret {
+        let Identity { comm, me, secret, .. } = &self.identity;
+        session(secret, &[&challenge[12..], &self.nonce], binding, comm, *me, self.peer)
+    }
+
     /// Checks the acceptor's proof.
     pub fn check(&self, theirs: &[u8; PROOF_BYTES], binding: &Binding) -> Result<(), AuthError> {
         let Identity { comm, me, secret, .. } = &self.identity;
@@ -149,6 +155,13 @@ impl Acceptor {
         challenge[8..12].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
         challenge[12..].copy_from_slice(&self.nonce);
         challenge
+    }
+
+    /// What [`Opener::session`] is at the other end, whose answer has been checked.
+    pub fn session(&self, answer: &[u8; ANSWER_BYTES], binding: &Binding) -> Secret {
+        let Identity { comm, me, secret, .. } = &self.identity;
+        let opener = Rank(u32::from_le_bytes(std::array::from_fn(|i| answer[28 + i])));
+        session(secret, &[&self.nonce, &answer[32..64]], binding, comm, opener, *me)
     }
 
     /// Checks the opener's proof. Returns its rank, and this side's proof for it.
@@ -196,6 +209,51 @@ fn proof(
     mac.update(&opener.0.to_le_bytes());
     mac.update(&acceptor.0.to_le_bytes());
     mac
+}
+
+fn session(
+    secret: &Secret,
+    nonces: &[&[u8]; 2],
+    binding: &Binding,
+    comm: &[u8; 16],
+    opener: Rank,
+    acceptor: Rank,
+) -> Secret {
+    let ranks = [opener.0.to_le_bytes(), acceptor.0.to_le_bytes()].concat();
+    secret.derive("ncclx_rs session", &[nonces[0], nonces[1], binding, comm, &ranks].concat())
+}
+
+/// One who speaks on a connection that was opened for another communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Membership {
+    /// The communicator.
+    pub comm: [u8; 16],
+    /// The rank that speaks.
+    pub from: Rank,
+    /// The rank that it speaks to.
+    pub to: Rank,
+}
+
+impl Membership {
+    /// Proves it by the communicator's secret, for the connection of this session alone.
+    pub fn prove(&self, secret: &Secret, session: &Secret) -> [u8; PROOF_BYTES] {
+        self.mac(secret, session).finalize().into_bytes().into()
+    }
+
+    /// Checks the proof.
+    pub fn check(&self, proof: &[u8; PROOF_BYTES], secret: &Secret, session: &Secret) -> Result<(), AuthError> {
+        self.mac(secret, session).verify_slice(proof).map_err(|_| AuthError::Proof)
+    }
+
+    fn mac(&self, secret: &Secret, session: &Secret) -> Hmac<Sha256> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&secret.0).expect("HMAC takes keys of any length");
+        mac.update(b"ncclx_rs membership");
+        mac.update(&session.0);
+        mac.update(&self.comm);
+        mac.update(&self.from.0.to_le_bytes());
+        mac.update(&self.to.0.to_le_bytes());
+        mac
+    }
 }
 
 fn check_version(message: &[u8]) -> Result<(), AuthError> {
@@ -254,6 +312,38 @@ mod tests {
         assert_eq!(acceptor.check(&answer, &[2; 32]), Err(AuthError::Proof));
         let (_, proof) = acceptor.check(&answer, &[1; 32]).expect("a good answer");
         assert_eq!(opener.check(&proof, &[2; 32]), Err(AuthError::Proof));
+    }
+
+    #[test]
+    fn both_ends_of_a_connection_know_its_session_and_no_other_connection_has_it() {
+        let session = |binding: &Binding| {
+            let (opener, acceptor) = (Opener::new(identity(2, 1), Rank(0)), Acceptor::new(identity(0, 1)));
+            let challenge = acceptor.challenge();
+            let answer = opener.answer(&challenge, binding).expect("an answer");
+            acceptor.check(&answer, binding).expect("a good answer");
+            let [near, far] = [opener.session(&challenge, binding), acceptor.session(&answer, binding)];
+            assert_eq!(near, far);
+            assert_ne!(near, opener.session(&challenge, &[9; 32]), "another session of TLS");
+            near
+        };
+        assert_ne!(session(PLAIN), session(PLAIN));
+    }
+
+    #[test]
+    fn a_membership_is_proved_to_one_rank_in_one_session() {
+        let membership = Membership { comm: [7; 16], from: Rank(1), to: Rank(2) };
+        let (secret, session) = (Secret([3; 32]), Secret([4; 32]));
+        let proof = membership.prove(&secret, &session);
+        assert_eq!(membership.check(&proof, &secret, &session), Ok(()));
+        assert_eq!(membership.check(&proof, &session, &secret), Err(AuthError::Proof));
+        assert_eq!(membership.check(&proof, &secret, &Secret([5; 32])), Err(AuthError::Proof));
+        for other in [
+            Membership { comm: [8; 16], ..membership },
+            Membership { from: Rank(2), ..membership },
+            Membership { to: Rank(1), ..membership },
+        ] {
+            assert_eq!(other.check(&proof, &secret, &session), Err(AuthError::Proof));
+        }
     }
 
     #[test]

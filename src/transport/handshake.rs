@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
-use crate::transport::auth::{ANSWER_BYTES, Acceptor, Binding, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES};
+use crate::transport::auth::{ANSWER_BYTES, Acceptor, Binding, CHALLENGE_BYTES, Identity, Opener, PROOF_BYTES, Secret};
 use crate::types::Rank;
 
 /// A connection on which both sides prove themselves.
@@ -75,14 +75,15 @@ impl Exchange {
 pub(crate) struct Opening {
     opener: Opener,
     exchange: Exchange,
-    answered: bool,
+    /// Known once it has answered.
+    session: Option<Secret>,
     begun: Instant,
 }
 
 impl Opening {
     pub(crate) fn new(identity: Identity, peer: Rank) -> Self {
         let (opener, exchange) = (Opener::new(identity, peer), Exchange::default());
-        Opening { opener, exchange, answered: false, begun: Instant::now() }
+        Opening { opener, exchange, session: None, begun: Instant::now() }
     }
 
     /// Turns the failure of a handshake that this side was too slow for, as after the process was stopped, into one that is
@@ -94,6 +95,11 @@ impl Opening {
         }
     }
 
+    /// What only the two ends know, once both have proved themselves.
+    pub(crate) fn session(&self) -> Option<Secret> {
+        self.session
+    }
+
     /// As if it had begun `age` ago.
     #[cfg(test)]
     pub(crate) fn aged(mut self, age: Duration) -> Opening {
@@ -103,12 +109,12 @@ impl Opening {
 
     /// Advances without blocking. True: both sides have proved themselves.
     pub(crate) fn drive(&mut self, stream: &mut impl Channel) -> Result<bool, LinkDown> {
-        if !self.answered {
+        if self.session.is_none() {
             let Some(challenge) = self.exchange.next::<CHALLENGE_BYTES>(stream)? else { return Ok(false) };
             let answer =
                 self.opener.answer(&challenge, &stream.binding()).map_err(|error| LinkDown::new(error.to_string()))?;
             self.exchange.queue(&answer);
-            self.answered = true;
+            self.session = Some(self.opener.session(&challenge, &stream.binding()));
         }
         if !self.exchange.flush(stream)? {
             return Ok(false);
@@ -125,6 +131,7 @@ pub(crate) struct Accepting {
     acceptor: Acceptor,
     exchange: Exchange,
     opener: Option<Rank>,
+    session: Option<Secret>,
 }
 
 impl Accepting {
@@ -132,7 +139,7 @@ impl Accepting {
         let acceptor = Acceptor::new(identity);
         let mut exchange = Exchange::default();
         exchange.queue(&acceptor.challenge());
-        Accepting { acceptor, exchange, opener: None }
+        Accepting { acceptor, exchange, opener: None, session: None }
     }
 
     /// Advances without blocking. Returns the opener's rank once it has proved itself and has this side's proof.
@@ -146,8 +153,14 @@ impl Accepting {
             let (rank, proof) = checked.map_err(|error| LinkDown::new(error.to_string()))?;
             self.exchange.queue(&proof);
             self.opener = Some(rank);
+            self.session = Some(self.acceptor.session(&answer, &stream.binding()));
         }
         Ok(if self.exchange.flush(stream)? { self.opener } else { None })
+    }
+
+    /// What only the two ends know, once both have proved themselves.
+    pub(crate) fn session(&self) -> Option<Secret> {
+        self.session
     }
 }
 

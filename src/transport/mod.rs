@@ -27,6 +27,7 @@ use crate::sys::poller::{Poller, StreamName};
 use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::TcpStats;
 use crate::sys::team::Team;
+use crate::transport::auth::Secret;
 use crate::types::Rank;
 
 pub use shortage::descriptors;
@@ -88,6 +89,11 @@ pub trait SendStream: Send {
     /// also without bytes.
     fn is_open(&self) -> bool;
 
+    /// What only the two ends of the stream's connection know, once both have proved themselves, where it has one connection.
+    fn session(&self) -> Option<Secret> {
+        None
+    }
+
     /// Whether the peer can read this process's memory ([`RecvStream::read_memory`]).
     fn peer_can_read(&self) -> bool {
         false
@@ -119,6 +125,11 @@ pub trait RecvStream: Send {
     /// of one write, but not within its head or an element of up to 64 bytes: the rest of that is then shown with them later.
     /// An error: none are left and none follow.
     fn peek(&mut self) -> Result<&[u8], LinkDown>;
+
+    /// What only the two ends of the stream's connection know, where it has one connection.
+    fn session(&self) -> Option<Secret> {
+        None
+    }
 
     /// Why nothing follows the bytes that `peek` has shown, if that is known.
     fn end(&self) -> Option<LinkDown>;

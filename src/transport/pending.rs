@@ -9,7 +9,7 @@ use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
-use crate::transport::auth::Identity;
+use crate::transport::auth::{Identity, Secret};
 use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
 use crate::transport::shortage;
 use crate::types::Rank;
@@ -30,6 +30,8 @@ pub(crate) struct Candidate<S: AsFd> {
 pub(crate) struct Proved<S: AsFd, T> {
     pub(crate) rank: Rank,
     pub(crate) stream: Watched<S>,
+    /// What only the two ends know.
+    pub(crate) session: Option<Secret>,
     /// What the transport's own part has received.
     pub(crate) received: T,
 }
@@ -226,11 +228,11 @@ impl<S: AsFd> Candidate<S> {
 
     /// The connection, once its rank is known.
     fn prove<T>(self, received: T) -> io::Result<Proved<S, T>> {
-        let Candidate { rank: Some(rank), mut stream, .. } = self else {
+        let Candidate { rank: Some(rank), mut stream, accepting, .. } = self else {
             return Err(ErrorKind::NotConnected.into());
         };
         stream.name(StreamName::From(rank))?;
-        Ok(Proved { rank, stream, received })
+        Ok(Proved { rank, stream, session: accepting.session(), received })
     }
 }
 
@@ -248,7 +250,6 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
-    use crate::transport::auth::Secret;
 
     fn aged(pending: &mut Pending<UnixStream>, age: Duration) -> UnixStream {
         let (near, far) = UnixStream::pair().expect("a pair");

@@ -38,7 +38,7 @@ use crate::transport::auth::{Binding, Secret};
 use crate::transport::handshake::{Channel, is_passing};
 
 /// The protection of a communicator's connections: the same for all of its ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Protection {
     /// No TLS: connections are authenticated only.
     None,

@@ -108,7 +108,21 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["fuzz", "tests"],
         ],
     ),
-    ("src/comm/failure_detector/", &[&["neighbours", "notice", "gossip"], &["monitor"], &["state"], &["thread"]]),
+    (
+        "src/comm/failure_detector/",
+        &[
+            &["neighbours", "notice", "gossip", "manner"],
+            &["envelope"],
+            &["outgoing"],
+            &["incoming"],
+            &["links"],
+            &["monitor"],
+            &["state"],
+            &["watch"],
+            &["thread"],
+            &["tests"],
+        ],
+    ),
     ("src/simulate/", &[&["time", "error"], &["model", "world"], &["interfaces", "program"], &["run"], &["tests"]]),
     (
         "src/transport/",

@@ -10,6 +10,7 @@ mod held_bytes;
 mod lacking;
 mod late_ranks;
 mod rings;
+mod sharing;
 mod soak;
 #[path = "../engine/ucx_process.rs"]
 #[allow(dead_code, reason = "shared with the engine's tests, which use more of it")]

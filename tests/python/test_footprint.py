@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,36 @@ def memory_is_bounded(rank: int, size: int) -> None:
     dist.all_reduce(each)
     mean = each.item() / size
     assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
+
+
+def descriptors(most: int) -> int:
+    """How many this process has, once they are no more than that: what it takes to begin goes by itself."""
+    deadline = time.monotonic() + 10
+    while (count := len(os.listdir("/proc/self/fd"))) > most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count
+
+
+def further_groups_take_little(rank: int, size: int) -> None:
+    count = 32
+    first = dist.new_group(backend=BACKEND)
+    talk_to_all([dist.group.WORLD, first], size)  # what each process makes once
+    time.sleep(0.3)
+    gc.collect()
+    dist.barrier()
+    before, memory = len(os.listdir("/proc/self/fd")), own_memory()
+    dist.barrier()
+    groups = [dist.new_group(backend=BACKEND) for _ in range(count)]
+    made = descriptors(before + 3 * count)
+    each = (own_memory() - memory) / count
+    talk_to_all(groups, size)
+    used = descriptors(before + (3 + 2 * (size - 1)) * count)
+    # A poller of two and a listener; then a stream each way for each peer.
+    assert made <= before + 3 * count, (before, made)
+    assert used <= before + (3 + 2 * (size - 1)) * count, (before, made, used)
+    mean = torch.tensor([each])
+    dist.all_reduce(mean)
+    assert mean.item() / size < 64 << 10, f"a group takes {mean.item() / size / 1024:.0f} KiB a rank before it is used"
 
 
 def what_ranks_copy_takes_bounded_memory(rank: int, size: int) -> None:
@@ -135,6 +166,11 @@ def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
 @pytest.mark.worlds(sizes=(8,), modes=("shm", "tcp"))
 def test_memory(world: World) -> None:
     world.run(memory_is_bounded)
+
+
+@pytest.mark.worlds(sizes=(2, 8), modes=("shm", "tcp"))
+def test_further_groups(fresh_world: World) -> None:
+    fresh_world.run(further_groups_take_little)
 
 
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm",))

@@ -112,6 +112,33 @@ def test_idle_ranks_that_do_not_watch_a_rank_learn_of_its_death(fresh_world: Wor
     print(f"known after {max(seconds for seconds in took if seconds is not None):.3f} s")
 
 
+def all_groups_learn_of_a_death(rank: int, size: int) -> None:
+    """The groups of two processes share the connections that tell of a death. One that has ended takes none away."""
+    victim = size - 1
+    join(timeout=300)
+    store = fresh_store()
+    groups = [dist.new_group(backend=BACKEND) for _ in range(4)]
+    for group in groups[:2]:
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    if rank == victim:
+        store.wait([f"ready{r}" for r in range(victim)], WATCHDOG)
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"ready{rank}", "yes")
+    with leaving_together(range(victim)):
+        for group in [dist.group.WORLD, *groups[2:]]:
+            backend = group._get_backend(torch.device("cpu"))
+            if hasattr(backend, "get_error"):
+                until(lambda: backend.get_error().name == "COMM_ERROR", "every group learns of the loss")  # noqa: B023
+            with pytest.raises(dist.DistBackendError, match=rf"barrier(.|\n)*rank {victim} is lost"):
+                dist.barrier(group)
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp"))
+def test_all_groups_learn_of_a_death(fresh_world: World) -> None:
+    fresh_world.run(all_groups_learn_of_a_death, join=False, dies={fresh_world.size - 1})
+
+
 @pytest.mark.worlds(sizes=(4,))
 def test_leaving_is_no_loss(fresh_world: World) -> None:
     fresh_world.run(leaving_is_no_loss, join=False)

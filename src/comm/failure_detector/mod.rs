@@ -1,16 +1,25 @@
 //! The failure detector: notices ranks that are gone, also while no operation is in flight, and tells all others.
 //!
-//! Every rank keeps connections to a few other ranks ([`neighbours`]), which carry nothing but notices ([`notice`]). A
-//! connection that ends without a goodbye, or a process of this host that ends, is a loss. A rank that learns of a loss
+//! Every rank speaks to a few other ranks ([`neighbours`]), and says nothing but notices ([`notice`]). Connections belong to pairs
+//! of processes: all communicators speak on the same one ([`links`]), and say of which they are ([`envelope`]). A connection that
+//! ends without a goodbye, or a process of this host that ends, is a loss in all of them. A rank that learns of a loss
 //! tells its neighbours, so that all ranks learn of it. Heartbeats of ranks that wait in a collective spread in the same
 //! way ([`gossip`]). One thread per process serves all communicators of the process.
 
+mod envelope;
 mod gossip;
+mod incoming;
+mod links;
+mod manner;
 mod monitor;
 mod neighbours;
 mod notice;
+mod outgoing;
 mod state;
+#[cfg(test)]
+mod tests;
 mod thread;
+mod watch;
 
 use std::collections::BTreeSet;
 use std::io;
@@ -22,14 +31,16 @@ use crate::engine::failures::Departed;
 use crate::engine::heartbeat::Heartbeat;
 use crate::sync::{Arc, lock};
 use crate::sys::fork::Origin;
-use crate::sys::poller::Interest;
-use crate::sys::process::Process;
 use crate::transport::Transport;
+use crate::transport::auth::Identity;
 use crate::types::Rank;
+use manner::Way;
 use monitor::PeerMonitor;
 use notice::Notice;
-use state::{DetectorState, Registration};
+use state::DetectorState;
+use watch::Registration;
 
+pub(super) use manner::Manner;
 pub(super) use neighbours::neighbours;
 pub(super) use state::Findings;
 pub(super) use thread::DetectorThread;
@@ -43,9 +54,11 @@ pub(super) struct FailureDetector {
 
 impl FailureDetector {
     /// Starts to monitor the ranks that `routes` lead to. `report` gets what the detector finds, on the detector's thread; it
-    /// returns when it is to be called again although nothing has happened.
+    /// returns when it is to be called again although nothing has happened. Connections are shared with communicators of the
+    /// same manner.
     pub(super) fn start(
-        me: Rank,
+        identity: Identity,
+        manner: &Manner,
         ranks: &[RankInfo],
         mut transports: Vec<Box<dyn Transport>>,
         routes: Vec<(Rank, Vec<Route>)>,
@@ -58,18 +71,12 @@ impl FailureDetector {
         transports.retain(|_| index.next().is_some_and(|index| used.contains(&index)));
         let monitors = routes.into_iter().map(|(peer, routes)| {
             let reindex = |route: Route| Route { transport: used.range(..route.transport).count(), ..route };
-            // Looked up before the connection is made: if that succeeds, the process was alive and the number was its own.
-            let process = Process::find(&ranks[peer.index()].process).ok();
-            let process = process.and_then(|process| thread.poller().watch(process, Interest::Read).ok());
-            let way = Connector::new(routes.into_iter().map(reindex));
-            let mut monitor = PeerMonitor::new(peer, ranks.len(), way, process);
-            monitor.connect(&mut transports, Instant::now());
-            monitor
+            let RankInfo { process, host_id, .. } = &ranks[peer.index()];
+            let way = Way { process: process.clone(), host_id: host_id.clone(), manner: manner.clone() };
+            PeerMonitor::new(peer, ranks.len(), Connector::new(routes.into_iter().map(reindex)), way)
         });
-        let monitors = monitors.collect();
-        let state = DetectorState::new(me, transports, monitors);
-        let registration = Arc::new(Registration::new(state, Box::new(report)));
-        thread.add(Arc::clone(&registration))?;
+        let state = DetectorState::new(identity, manner.protection.clone(), transports, monitors.collect());
+        let registration = thread.add(state, Box::new(report))?;
         Ok(FailureDetector { registration, thread, origin: Origin::here() })
     }
 
@@ -86,27 +93,12 @@ impl FailureDetector {
 
     /// Tells the neighbours that this rank leaves, which is no loss. Waits until the notice is sent, at most for `timeout`.
     pub(super) fn say_goodbye(&self, timeout: Duration) {
-        self.announce(&Notice::Goodbye, timeout);
+        self.thread.announce(&self.registration, &Notice::Goodbye, timeout);
     }
 
     /// Tells all ranks that this rank is gone. Waits as [`FailureDetector::say_goodbye`] does.
     pub(super) fn announce_departure(&self, departed: Departed, timeout: Duration) {
-        self.announce(&Notice::Departed(departed), timeout);
-    }
-
-    fn announce(&self, notice: &Notice, timeout: Duration) {
-        let deadline = Instant::now() + timeout;
-        let mut state = lock(&self.registration.state);
-        state.leave(notice);
-        loop {
-            state.check();
-            let left = deadline.saturating_duration_since(Instant::now());
-            if state.is_flushed() || left.is_zero() {
-                return;
-            }
-            let waited = self.registration.checked.wait_timeout(state, left.min(FLUSH_CHECK));
-            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
-        }
+        self.thread.announce(&self.registration, &Notice::Departed(departed), timeout);
     }
 }
 
@@ -118,6 +110,3 @@ impl Drop for FailureDetector {
         }
     }
 }
-
-/// How often a leaving rank checks whether its notice has been sent.
-const FLUSH_CHECK: Duration = Duration::from_millis(5);

@@ -1,14 +1,16 @@
-//! The monitor of one neighbour: the connection to it, and its process.
+//! The monitor of one neighbour: what its communicator says to it and hears of it.
 
-use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
+use crate::comm::failure_detector::incoming::Heard;
+use crate::comm::failure_detector::links::Links;
+use crate::comm::failure_detector::manner::Way;
 use crate::comm::failure_detector::notice::Notice;
-use crate::engine::connector::{Connector, OPENING_CHECK};
+use crate::comm::failure_detector::outgoing::{Member, Outgoing, Place};
+use crate::engine::connector::Connector;
 use crate::error::LinkDown;
-use crate::sys::poller::Watched;
-use crate::sys::process::Process;
-use crate::transport::{RecvStream, SendStream, Transport};
+use crate::transport::Transport;
+use crate::transport::auth::Identity;
 use crate::types::Rank;
 
 /// What a check of a neighbour has shown.
@@ -20,163 +22,170 @@ pub(super) struct Observed {
     pub(super) loss: Option<String>,
 }
 
-/// A stream in each direction, and the neighbour's process where it is visible.
+/// One neighbour in one communicator.
 pub(super) struct PeerMonitor {
     pub(super) peer: Rank,
     size: usize,
-    process: Option<Watched<Process>>,
+    way: Way,
+    /// Opens the connection if this communicator is the first that needs it.
     connector: Connector,
-    send_stream: Option<Box<dyn SendStream>>,
-    recv_stream: Option<Box<dyn RecvStream>>,
-    outgoing: Vec<u8>,
-    /// The bytes of a notice that is not complete.
-    incoming: Vec<u8>,
-    /// The first sign that the neighbour is gone, and when it was seen. A goodbye may still be in the other stream.
+    /// This communicator's number on the connection to the neighbour.
+    number: Option<u32>,
+    /// What waits for that.
+    waiting: Vec<Notice>,
+    /// The neighbour speaks here.
+    is_heard: bool,
+    observed: Observed,
+    /// The first sign that the neighbour is gone, and when it was seen. A goodbye may still be on its way.
     end: Option<(String, Instant)>,
 }
 
 impl PeerMonitor {
-    /// A monitor of `peer` without a stream yet.
-    pub(super) fn new(peer: Rank, size: usize, connector: Connector, process: Option<Watched<Process>>) -> PeerMonitor {
-        let (outgoing, incoming) = (Vec::new(), Vec::new());
+    /// A monitor of `peer` without a connection yet.
+    pub(super) fn new(peer: Rank, size: usize, connector: Connector, way: Way) -> PeerMonitor {
         PeerMonitor {
             peer,
             size,
-            process,
+            way,
             connector,
-            send_stream: None,
-            recv_stream: None,
-            outgoing,
-            incoming,
+            number: None,
+            waiting: Vec::new(),
+            is_heard: false,
+            observed: Observed::default(),
             end: None,
         }
     }
 
-    /// Opens the stream, if there is none and the next attempt is due.
-    pub(super) fn connect(&mut self, transports: &mut [Box<dyn Transport>], now: Instant) {
-        if self.send_stream.is_some() || self.end.is_some() {
+    /// Joins the connection to the neighbour's process, and opens it if there is none and the next attempt is due.
+    pub(super) fn connect(
+        &mut self,
+        member: Member,
+        identity: &Identity,
+        transports: &mut [Box<dyn Transport>],
+        links: &mut Links,
+        now: Instant,
+    ) {
+        let is_due = self.connector.due().is_none_or(|due| due <= now);
+        if self.number.is_some() || self.end.is_some() {
             return;
         }
-        match self.connector.open(self.peer, transports, now) {
-            Ok(send_stream) => self.send_stream = send_stream,
-            Err(down) => self.end = Some((down.cause, now)),
+        let place = (member, self.peer);
+        if is_due && links.get(&self.way).is_none() {
+            // Looked up before the connection is made: if that succeeds, the process was alive and the number was its own.
+            let process = links.find_process(&self.way.process);
+            match self.connector.open(self.peer, transports, now) {
+                Ok(Some(stream)) => links.insert(self.way.clone(), Outgoing::new(stream, place, process)),
+                Ok(None) => return,
+                Err(down) => return self.end = Some((down.cause, now)),
+            }
+        }
+        let Some(link) = links.get(&self.way) else { return };
+        self.number = link.join(place, identity);
+        if let Some(number) = self.number {
+            self.waiting.drain(..).for_each(|notice| link.push(number, &notice));
         }
     }
 
-    /// Takes the stream that the neighbour has opened.
-    pub(super) fn accept(&mut self, recv_stream: Box<dyn RecvStream>) {
-        self.recv_stream.get_or_insert(recv_stream);
+    /// The connection to the neighbour has ended or could not be opened.
+    pub(super) fn cut(&mut self, down: &LinkDown, is_opener: bool, now: Instant) {
+        self.number = None;
+        if self.is_heard {
+            self.end.get_or_insert((down.cause.clone(), now));
+        } else if is_opener && let Err(down) = self.connector.ended(down.clone(), now) {
+            self.end.get_or_insert((down.cause, now));
+        }
+        // Otherwise it was another communicator's, and perhaps to a process that had this one's number before.
+    }
+
+    /// The neighbour begins to speak. False: it does already.
+    pub(super) fn begin_to_hear(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_heard, true)
+    }
+
+    /// Whether the neighbour speaks.
+    pub(super) fn is_heard(&self) -> bool {
+        self.is_heard
+    }
+
+    /// What has come from it. The error says what is wrong with that.
+    pub(super) fn hear(&mut self, heard: Heard) -> Result<(), LinkDown> {
+        match heard {
+            Heard::Begun => self.is_heard = true,
+            Heard::Notice(bytes) => match Notice::decode(&bytes, self.size)? {
+                Some((notice, len)) if len == bytes.len() => self.observed.notices.push(notice),
+                _ => return Err(LinkDown::new(format!("it sent news of {} bytes that are none", bytes.len()))),
+            },
+            Heard::Left => self.lose("it closed its communicator"),
+        }
+        Ok(())
+    }
+
+    /// Nothing more comes from it.
+    pub(super) fn lose(&mut self, cause: &str) {
+        let cause = self.end.take().map_or_else(|| cause.to_owned(), |(cause, _)| cause);
+        self.observed.loss.get_or_insert(cause);
     }
 
     /// Queues a notice.
-    pub(super) fn send(&mut self, notice: &Notice) {
-        if self.send_stream.is_some() || self.connector.due().is_some() {
-            self.outgoing.extend(notice.encode());
+    pub(super) fn send(&mut self, notice: &Notice, links: &mut Links) {
+        if self.end.is_some() {
+            return;
+        }
+        match (self.number, links.get(&self.way)) {
+            (Some(number), Some(link)) => link.push(number, notice),
+            _ => self.waiting.push(notice.clone()),
         }
     }
 
     /// Queues a notice that is repeated later; drops it if the neighbour has left much unread.
-    pub(super) fn send_if_room(&mut self, notice: &Notice) {
-        if self.outgoing.len() < UNREAD_MAX {
-            self.send(notice);
+    pub(super) fn send_if_room(&mut self, notice: &Notice, links: &mut Links) {
+        let unsent = links.get(&self.way).map_or(0, |link| link.unsent());
+        if unsent < UNREAD_MAX && self.waiting.len() < WAITING_MAX {
+            self.send(notice, links);
         }
     }
 
     /// Whether every notice has left this process, or never can.
-    pub(super) fn is_flushed(&mut self) -> bool {
-        let flushed =
-            |send_stream: &mut Box<dyn SendStream>| send_stream.is_open() && send_stream.flushed().unwrap_or(true);
-        self.end.is_some() || (self.outgoing.is_empty() && self.send_stream.as_mut().is_none_or(flushed))
+    pub(super) fn is_flushed(&self, links: &mut Links) -> bool {
+        self.end.is_some()
+            || self.observed.loss.is_some()
+            || (self.number.is_some() && links.get(&self.way).is_none_or(Outgoing::is_flushed))
     }
 
-    /// Writes and reads without blocking. Notices are read after looking for signs of an end, so that a goodbye before that
-    /// end is not missed.
+    /// Whether both sides speak, so that nobody has to connect for this any more.
+    pub(super) fn is_settled(&self, links: &mut Links) -> bool {
+        let is_open = |link: &mut Outgoing| link.is_open();
+        self.is_heard && self.number.is_some() && links.get(&self.way).is_some_and(is_open)
+    }
+
+    /// What has been seen since this was asked last. A sign of an end is a loss unless a goodbye comes soon.
     pub(super) fn check(&mut self, now: Instant) -> Observed {
-        self.write(now);
-        if self.process.as_ref().is_some_and(|process| process.has_ended()) {
-            self.process = None;
-            self.end = Some(("its process has ended".to_owned(), now));
-        }
-        let mut observed = Observed::default();
-        let read = self.read(&mut observed.notices);
-        if let Err(down) = read {
-            observed.loss = Some(self.end.take().map_or(down.cause, |(cause, _)| cause));
-        } else if let Some((cause, since)) = &self.end
+        if let Some((cause, since)) = &self.end
             && now.duration_since(*since) >= LINGER_TIMEOUT
         {
-            observed.loss = Some(cause.clone());
+            self.observed.loss.get_or_insert(cause.clone());
         }
-        observed
+        std::mem::take(&mut self.observed)
     }
 
-    /// Writes queued notices, as far as there is room.
-    pub(super) fn write(&mut self, now: Instant) {
-        let Some(send_stream) = &mut self.send_stream else { return };
-        // A write without bytes notices a broken connection.
-        let written = send_stream.write(&[], &[]).and_then(|_| match self.outgoing.as_slice() {
-            [] => Ok(0),
-            waiting => send_stream.write(&[], &[IoSlice::new(waiting)]),
-        });
-        match written {
-            Ok(written) => drop(self.outgoing.drain(..written)),
-            Err(down) => {
-                self.send_stream = None;
-                if let Err(down) = self.connector.ended(down, now) {
-                    self.end.get_or_insert((down.cause, now));
-                }
-            }
-        }
-    }
-
-    fn read(&mut self, notices: &mut Vec<Notice>) -> Result<(), LinkDown> {
-        let Some(recv_stream) = &mut self.recv_stream else { return Ok(()) };
-        let mut bytes = [0; READ_BYTES];
-        loop {
-            while let Some((next, len)) = Notice::decode(&self.incoming, self.size)? {
-                self.incoming.drain(..len);
-                notices.push(next);
-                if notices.last() == Some(&Notice::Goodbye) {
-                    return Ok(());
-                }
-            }
-            match recv_stream.read(&mut bytes)? {
-                0 => return Ok(()),
-                count => self.incoming.extend_from_slice(&bytes[..count]),
-            }
-        }
+    /// Has nothing more to say, and listens no longer.
+    pub(super) fn leave(&mut self, member: Member, links: &mut Links) {
+        let place: Place = (member, self.peer);
+        links.leave(&self.way, place, self.number.take());
     }
 
     /// When to check again although nothing happens.
-    pub(super) fn next_check(&self, now: Instant) -> Option<Instant> {
-        let opening =
-            self.send_stream.as_ref().filter(|send_stream| !send_stream.is_open()).map(|_| now + OPENING_CHECK);
+    pub(super) fn next_check(&self) -> Option<Instant> {
         let end = self.end.as_ref().map(|(_, since)| *since + LINGER_TIMEOUT);
-        end.into_iter().chain(opening).chain(self.connector.due()).min()
-    }
-
-    /// Asks the poller to wake. True: something is ready now.
-    pub(super) fn arm(&mut self) -> bool {
-        let waiting = !self.outgoing.is_empty();
-        let writable = self.send_stream.as_mut().is_some_and(|send_stream| waiting && send_stream.arm());
-        self.recv_stream.as_mut().is_some_and(|recv_stream| recv_stream.arm()) || writable
-    }
-
-    /// Undoes [`PeerMonitor::arm`].
-    pub(super) fn disarm(&mut self) {
-        if let Some(send_stream) = &mut self.send_stream {
-            send_stream.disarm();
-        }
-        if let Some(recv_stream) = &mut self.recv_stream {
-            recv_stream.disarm();
-        }
+        end.into_iter().chain(self.connector.due()).min()
     }
 }
 
-/// How much is read at a time.
-const READ_BYTES: usize = 2048;
-
-/// How many bytes may wait for a neighbour that does not read, such as a stopped process.
+/// How many bytes may wait for a process that does not read, such as a stopped one.
 const UNREAD_MAX: usize = 64 << 10;
+
+/// How many notices may wait for a connection.
+const WAITING_MAX: usize = 64;
 
 /// How long a goodbye may take after the first sign of an end.
 const LINGER_TIMEOUT: Duration = Duration::from_millis(100);

@@ -31,6 +31,9 @@ const BODY_BYTES_MAX: usize = 1024;
 
 const SIGNATURE_BYTES: usize = 4 + 4 + 8;
 
+/// The longest notice.
+pub(super) const NOTICE_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX;
+
 /// How many ranks fit into one heartbeat.
 pub(super) const RANKS_MAX: usize = (BODY_BYTES_MAX - size_of::<u64>() - SIGNATURE_BYTES) / size_of::<u32>();
 

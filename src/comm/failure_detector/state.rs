@@ -4,12 +4,17 @@ use std::collections::HashSet;
 use std::time::Instant;
 
 use super::gossip::Gossip;
+use super::incoming::{Heard, Incoming, Listener};
+use super::links::Links;
+use super::manner::Protection;
 use super::monitor::PeerMonitor;
 use super::notice::{Notice, RANKS_MAX};
+use super::outgoing::Member;
 use crate::engine::failures::{Departed, Departure};
 use crate::engine::heartbeat::Heartbeat;
-use crate::sync::{Condvar, Mutex, lock};
+use crate::error::LinkDown;
 use crate::transport::Transport;
+use crate::transport::auth::Identity;
 use crate::types::Rank;
 
 /// What a check has found that this rank did not know.
@@ -20,43 +25,11 @@ pub(crate) struct Findings {
     pub(crate) heartbeats: Vec<Heartbeat>,
 }
 
-/// Reports findings to the communicator. Returns when to report again although nothing has happened.
-pub(super) type Report = Box<dyn Fn(&Findings) -> Option<Instant> + Send + Sync>;
-
-/// What a communicator shares with the detector thread.
-pub(super) struct Registration {
-    pub(super) state: Mutex<DetectorState>,
-    /// Notified after each check of the thread.
-    pub(super) checked: Condvar,
-    /// Heartbeats of this rank to be sent. The engine adds them under its own lock, so this lock is only held to add or to
-    /// take them.
-    pub(super) own_heartbeats: Mutex<Vec<Heartbeat>>,
-    report: Report,
-}
-
-impl Registration {
-    pub(super) fn new(state: DetectorState, report: Report) -> Registration {
-        Registration { state: Mutex::new(state), checked: Condvar::new(), own_heartbeats: Mutex::default(), report }
-    }
-
-    /// Checks the neighbours and reports what is new. Returns when to check again.
-    pub(super) fn check(&self) -> Option<Instant> {
-        let own = std::mem::take(&mut *lock(&self.own_heartbeats));
-        let (findings, next_check) = {
-            let mut state = lock(&self.state);
-            state.pass_on(own);
-            let findings = state.check();
-            (findings, state.arm())
-        };
-        self.checked.notify_all();
-        let next_report = (self.report)(&findings);
-        next_check.into_iter().chain(next_report).min()
-    }
-}
-
 /// The monitors of a communicator's neighbours, and what they have shown.
 pub(super) struct DetectorState {
-    me: Rank,
+    identity: Identity,
+    protection: Protection,
+    /// Until all neighbours have connected.
     transports: Vec<Box<dyn Transport>>,
     /// Of the neighbours that are neither gone nor leaving.
     monitors: Vec<PeerMonitor>,
@@ -68,22 +41,70 @@ pub(super) struct DetectorState {
 }
 
 impl DetectorState {
-    pub(super) fn new(me: Rank, transports: Vec<Box<dyn Transport>>, monitors: Vec<PeerMonitor>) -> DetectorState {
+    pub(super) fn new(
+        identity: Identity,
+        protection: Protection,
+        transports: Vec<Box<dyn Transport>>,
+        monitors: Vec<PeerMonitor>,
+    ) -> DetectorState {
         let (known, gossip) = (HashSet::new(), Gossip::default());
-        DetectorState { me, transports, monitors, known, gossip, is_leaving: false }
+        DetectorState { identity, protection, transports, monitors, known, gossip, is_leaving: false }
     }
 
-    /// Accepts, connects, reads and writes without blocking. Returns what is new.
-    pub(super) fn check(&mut self) -> Findings {
-        self.monitors.iter_mut().for_each(PeerMonitor::disarm);
+    /// The communicator and this rank of it.
+    pub(super) fn key(&self) -> ([u8; 16], Rank) {
+        (self.identity.comm, self.identity.me)
+    }
+
+    fn monitor(&mut self, peer: Rank) -> Option<&mut PeerMonitor> {
+        self.monitors.iter_mut().find(|monitor| monitor.peer == peer)
+    }
+
+    /// Accepts and opens connections without blocking.
+    pub(super) fn connect(&mut self, member: Member, links: &mut Links, now: Instant) {
         for (from, recv_stream) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
-            match self.monitors.iter_mut().find(|monitor| monitor.peer == from) {
-                Some(monitor) => monitor.accept(recv_stream),
-                None => log::debug!("rank {from} is not one that rank {} watches", self.me),
+            let Some(monitor) = self.monitors.iter_mut().find(|monitor| monitor.peer == from) else {
+                log::debug!("rank {from} is not one that rank {} watches", self.identity.me);
+                continue;
+            };
+            let link = Incoming::new(recv_stream, (member, from), self.protection.clone());
+            if let Some(link) = link.filter(|_| monitor.begin_to_hear()) {
+                links.accept(link);
             }
         }
-        let now = Instant::now();
-        self.monitors.iter_mut().for_each(|monitor| monitor.connect(&mut self.transports, now));
+        for monitor in &mut self.monitors {
+            monitor.connect(member, &self.identity, &mut self.transports, links, now);
+        }
+    }
+
+    /// This rank, for one that wants to speak to it.
+    pub(super) fn listener(&self, member: Member, from: Rank) -> Listener<'_> {
+        let is_watched = self.monitors.iter().any(|monitor| monitor.peer == from && !monitor.is_heard());
+        let DetectorState { identity, protection, .. } = self;
+        Listener { identity, protection, place: is_watched.then_some((member, from)) }
+    }
+
+    /// What has come from `peer`. The error says what is wrong with that.
+    pub(super) fn hear(&mut self, peer: Rank, heard: Heard) -> Result<(), LinkDown> {
+        self.monitor(peer).map_or(Ok(()), |monitor| monitor.hear(heard))
+    }
+
+    /// Nothing more comes from `peer`.
+    pub(super) fn lose(&mut self, peer: Rank, cause: &str) {
+        if let Some(monitor) = self.monitor(peer) {
+            monitor.lose(cause);
+        }
+    }
+
+    /// The connection to `peer` has ended or could not be opened.
+    pub(super) fn cut(&mut self, peer: Rank, down: &LinkDown, is_opener: bool, now: Instant) {
+        if let Some(monitor) = self.monitor(peer) {
+            monitor.cut(down, is_opener, now);
+        }
+    }
+
+    /// What is new. Passes it on.
+    pub(super) fn check(&mut self, member: Member, links: &mut Links, now: Instant) -> Findings {
         let (mut departed, mut ended, mut heartbeats) = (Vec::new(), HashSet::new(), Vec::new());
         for monitor in &mut self.monitors {
             let observed = monitor.check(now);
@@ -102,54 +123,62 @@ impl DetectorState {
         }
         // Once this rank has announced that it leaves, neighbours close their connections: that is no loss.
         departed.retain(|gone| !self.is_leaving && self.known.insert(gone.rank));
-        self.monitors.retain(|monitor| !ended.contains(&monitor.peer) && !self.known.contains(&monitor.peer));
+        self.monitors.retain_mut(|monitor| {
+            let is_gone = ended.contains(&monitor.peer) || self.known.contains(&monitor.peer);
+            if is_gone {
+                monitor.leave(member, links);
+            }
+            !is_gone
+        });
+        // Nobody calls any more, and nobody has to be called.
+        if self.monitors.iter().all(|monitor| monitor.is_settled(links)) {
+            self.transports.clear();
+        }
         for gone in &departed {
             let notice = Notice::Departed(gone.clone());
-            self.monitors.iter_mut().for_each(|monitor| monitor.send(&notice));
+            self.monitors.iter_mut().for_each(|monitor| monitor.send(&notice, links));
         }
-        // Written now: a neighbour that learns of a loss may leave, and other ranks must not see it leave before they know why.
-        if !departed.is_empty() {
-            self.monitors.iter_mut().for_each(|monitor| monitor.write(now));
-        }
-        Findings { departed, heartbeats: self.pass_on(heartbeats) }
+        Findings { departed, heartbeats: self.pass_on(heartbeats, links) }
     }
 
     /// Passes the heartbeats that are new here on to the neighbours, and returns them.
-    fn pass_on(&mut self, heartbeats: Vec<Heartbeat>) -> Vec<Heartbeat> {
+    pub(super) fn pass_on(&mut self, heartbeats: Vec<Heartbeat>, links: &mut Links) -> Vec<Heartbeat> {
         let new = self.gossip.filter(heartbeats.into_iter());
         for heartbeat in &new {
             for ranks in heartbeat.ranks.chunks(RANKS_MAX) {
                 let notice = Notice::Heartbeat(Heartbeat { ranks: ranks.to_vec(), ..heartbeat.clone() });
-                self.monitors.iter_mut().for_each(|monitor| monitor.send_if_room(&notice));
+                self.monitors.iter_mut().for_each(|monitor| monitor.send_if_room(&notice, links));
             }
         }
         new
     }
 
-    /// Has the poller wake for every monitor. Returns when to check again at the latest, which is now if something is ready.
-    fn arm(&mut self) -> Option<Instant> {
-        // Arms all monitors, also those after one that is ready.
-        let ready = self.monitors.iter_mut().filter_map(|monitor| monitor.arm().then_some(())).count() > 0;
-        let now = Instant::now();
-        let checks = self.monitors.iter().filter_map(|monitor| monitor.next_check(now));
-        let handshakes = self.transports.iter().filter_map(|transport| transport.accepting_until());
-        if ready { Some(now) } else { checks.chain(handshakes).min() }
+    /// When to check again at the latest.
+    pub(super) fn next_check(&self) -> Option<Instant> {
+        let checks = self.monitors.iter().filter_map(PeerMonitor::next_check);
+        checks.chain(self.transports.iter().filter_map(|transport| transport.accepting_until())).min()
     }
 
     /// Sends this rank's last notice. Departures found from now on are not reported.
-    pub(super) fn leave(&mut self, notice: &Notice) {
-        self.monitors.iter_mut().for_each(|monitor| monitor.send(notice));
+    pub(super) fn leave(&mut self, notice: &Notice, links: &mut Links) {
+        self.monitors.iter_mut().for_each(|monitor| monitor.send(notice, links));
         self.is_leaving = true;
     }
 
     /// Whether every notice has left this process, or never can.
-    pub(super) fn is_flushed(&mut self) -> bool {
-        self.monitors.iter_mut().all(PeerMonitor::is_flushed)
+    pub(super) fn is_flushed(&self, links: &mut Links) -> bool {
+        self.monitors.iter().all(|monitor| monitor.is_flushed(links))
     }
 
-    /// Closes all connections.
-    pub(super) fn close(&mut self) {
-        self.monitors.clear();
+    /// How many transports listen.
+    #[cfg(test)]
+    pub(super) fn transports(&self) -> usize {
+        self.transports.len()
+    }
+
+    /// Leaves all connections, which other communicators may use.
+    pub(super) fn close(&mut self, member: Member, links: &mut Links) {
+        self.monitors.drain(..).for_each(|mut monitor| monitor.leave(member, links));
         self.transports.clear();
     }
 }

@@ -1,22 +1,25 @@
 //! The thread that runs the failure detectors of all communicators of a process, while there are any.
 
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::state::Registration;
-use crate::sync::{Arc, Mutex, Weak, lock};
+use super::notice::Notice;
+use super::state::DetectorState;
+use super::watch::{Registration, Report, Watch};
+use crate::sync::{Arc, Condvar, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 use crate::sys::poller::Poller;
 
 /// The detector thread of this process, and what it serves.
 pub(crate) struct DetectorThread {
     poller: Poller,
-    registrations: Mutex<Registrations>,
+    shared: Mutex<Shared>,
+    /// Notified after each check of the thread.
+    checked: Condvar,
 }
 
-#[derive(Default)]
-struct Registrations {
-    registered: Vec<Arc<Registration>>,
+struct Shared {
+    watch: Watch,
     is_running: bool,
 }
 
@@ -28,7 +31,9 @@ impl DetectorThread {
         if let Some(thread) = current.upgrade() {
             return Ok(thread);
         }
-        let thread = Arc::new(DetectorThread { poller: Poller::new()?, registrations: Mutex::default() });
+        let poller = Poller::new()?;
+        let shared = Mutex::new(Shared { watch: Watch::new(poller.clone()), is_running: false });
+        let thread = Arc::new(DetectorThread { poller, shared, checked: Condvar::new() });
         *current = Arc::downgrade(&thread);
         Ok(thread)
     }
@@ -38,36 +43,57 @@ impl DetectorThread {
         &self.poller
     }
 
-    pub(super) fn add(self: &Arc<Self>, registration: Arc<Registration>) -> io::Result<()> {
-        let mut registrations = lock(&self.registrations);
-        if !registrations.is_running {
+    pub(super) fn add(self: &Arc<Self>, state: DetectorState, report: Report) -> io::Result<Arc<Registration>> {
+        let mut shared = lock(&self.shared);
+        if !shared.is_running {
             let thread = Arc::clone(self);
             std::thread::Builder::new().name("ncclx_rs_watch".to_owned()).spawn(move || thread.run())?;
-            registrations.is_running = true;
+            shared.is_running = true;
         }
-        registrations.registered.push(registration);
+        let registration = shared.watch.add(state, report);
+        drop(shared);
         self.poller.wake();
-        Ok(())
+        Ok(registration)
     }
 
-    pub(super) fn remove(&self, registration: &Arc<Registration>) {
-        lock(&self.registrations).registered.retain(|known| !Arc::ptr_eq(known, registration));
-        lock(&registration.state).close();
+    pub(super) fn remove(&self, registration: &Registration) {
+        lock(&self.shared).watch.remove(registration.member);
         self.poller.wake();
+    }
+
+    /// Sends a rank's last notice, and waits until it is sent, at most for `timeout`.
+    pub(super) fn announce(&self, registration: &Registration, notice: &Notice, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let mut shared = lock(&self.shared);
+        shared.watch.leave(registration.member, notice);
+        loop {
+            let is_flushed = shared.watch.flush(registration.member);
+            self.poller.wake();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if is_flushed || left.is_zero() {
+                return;
+            }
+            let waited = self.checked.wait_timeout(shared, left.min(FLUSH_CHECK));
+            shared = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
     }
 
     fn run(&self) {
         loop {
-            let registered = {
-                let mut registrations = lock(&self.registrations);
-                registrations.is_running = !registrations.registered.is_empty();
-                if !registrations.is_running {
+            let checked = {
+                let (mut shared, now) = (lock(&self.shared), Instant::now());
+                let is_over = shared.watch.is_over(now);
+                shared.is_running = !is_over;
+                if is_over {
                     return;
                 }
-                registrations.registered.clone()
+                shared.watch.check(now)
             };
-            let next_check = registered.iter().filter_map(|registration| registration.check()).min();
-            drop(registered);
+            self.checked.notify_all();
+            let report = |(registration, findings): &(Arc<Registration>, _)| (registration.report)(findings);
+            let next_report = checked.findings.iter().filter_map(report).min();
+            let next_check = checked.next.into_iter().chain(next_report).min();
+            drop(checked);
             let timeout = next_check.map(|next| next.saturating_duration_since(Instant::now()));
             if timeout.is_none_or(|timeout| !timeout.is_zero())
                 && let Err(error) = self.poller.wait(timeout)
@@ -79,3 +105,6 @@ impl DetectorThread {
         }
     }
 }
+
+/// How often a leaving rank checks whether its notice has been sent.
+const FLUSH_CHECK: Duration = Duration::from_millis(5);

@@ -8,7 +8,7 @@ use crate::error::{Down, LinkDown};
 use crate::sys::limits;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
-use crate::transport::auth::Identity;
+use crate::transport::auth::{Identity, Secret};
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::pending::Candidate;
 use crate::transport::{Detour, shortage};
@@ -42,6 +42,11 @@ impl RingHandover {
             slow if slow.kind == Down::Busy => slow,
             down => LinkDown::unfit(format!("shared memory with it fails: {down}")),
         })
+    }
+
+    /// What only the two ends know, once both have proved themselves.
+    pub(super) fn session(&self) -> Option<Secret> {
+        self.opening.session()
     }
 
     fn next_stages(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
@@ -113,7 +118,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::transport::auth::Secret;
     use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
 
     #[test]

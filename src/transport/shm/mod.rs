@@ -148,9 +148,9 @@ fn socket_name(token: &[u8]) -> Vec<u8> {
 
 /// The receiving end of a connection whose ring is mapped here.
 fn recv_stream(proved: Proved<UnixStream, ShmRing>, chooser: Chooser) -> Accepted {
-    let Proved { rank, stream, received: ring } = proved;
+    let Proved { rank, stream, session, received: ring } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
-    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream), writer, chooser)))
+    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream), writer, chooser, session)))
 }
 
 #[cfg(test)]

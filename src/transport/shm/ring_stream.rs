@@ -10,6 +10,7 @@ use crate::sys::ring_sync::Position;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::shm_ring::{SLOT_BYTES, SLOTS, ShmRing};
 use crate::sys::team::Team;
+use crate::transport::auth::Secret;
 use crate::transport::runs::Runs;
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
@@ -29,6 +30,8 @@ pub(super) struct ShmSendStream {
     written: Position,
     /// The rest of the handover, until the peer has the ring.
     handover: Option<RingHandover>,
+    /// What only the two ends know, once the peer has the ring.
+    session: Option<Secret>,
     peer_can_read: bool,
     meter: Meter,
 }
@@ -36,7 +39,8 @@ pub(super) struct ShmSendStream {
 impl ShmSendStream {
     pub(super) fn new(ring: ShmRing, doorbell: Doorbell, handover: RingHandover, peer_can_read: bool) -> Self {
         let (written, meter) = (Position::default(), Meter::default());
-        ShmSendStream { ring, doorbell, written, handover: Some(handover), peer_can_read, meter }
+        let (handover, session) = (Some(handover), None);
+        ShmSendStream { ring, doorbell, written, handover, session, peer_can_read, meter }
     }
 
     /// Whether a slot and that many bytes of the ring are free. The peer's positions are checked, since the peer writes them.
@@ -101,6 +105,7 @@ impl ShmSendStream {
         if let Some(handover) = &mut self.handover
             && handover.drive(&mut self.doorbell.stream)?
         {
+            self.session = handover.session();
             self.handover = None;
         }
         Ok(())
@@ -164,6 +169,10 @@ impl SendStream for ShmSendStream {
         self.handover.is_none()
     }
 
+    fn session(&self) -> Option<Secret> {
+        self.session
+    }
+
     fn peer_can_read(&self) -> bool {
         self.peer_can_read
     }
@@ -201,10 +210,17 @@ pub(super) struct ShmRecvStream {
     released: Position,
     meter: Meter,
     chooser: Chooser,
+    session: Option<Secret>,
 }
 
 impl ShmRecvStream {
-    pub(super) fn new(ring: ShmRing, doorbell: Doorbell, writer: Option<PeerMemory>, chooser: Chooser) -> Self {
+    pub(super) fn new(
+        ring: ShmRing,
+        doorbell: Doorbell,
+        writer: Option<PeerMemory>,
+        chooser: Chooser,
+        session: Option<Secret>,
+    ) -> Self {
         ShmRecvStream {
             ring,
             doorbell,
@@ -217,6 +233,7 @@ impl ShmRecvStream {
             released: Position::default(),
             meter: Meter::default(),
             chooser,
+            session,
         }
     }
 
@@ -296,6 +313,10 @@ impl RecvStream for ShmRecvStream {
             0 if self.doorbell.ended => Err(gone()),
             available => Ok(self.bytes(available)),
         }
+    }
+
+    fn session(&self) -> Option<Secret> {
+        self.session
     }
 
     fn end(&self) -> Option<LinkDown> {

@@ -4,6 +4,7 @@ use std::io::Read;
 
 use crate::error::LinkDown;
 use crate::sys::poller::Watched;
+use crate::transport::auth::Secret;
 use crate::transport::handshake::is_passing;
 use crate::transport::tcp::greeting::Caller;
 use crate::transport::{PATIENCE_WITH_CALLS, RecvStream};
@@ -15,6 +16,11 @@ pub(super) trait Source: Send {
 
     /// Whether there are bytes that the poller does not see.
     fn has_more(&mut self) -> bool;
+
+    /// As [`RecvStream::session`].
+    fn session(&self) -> Option<Secret> {
+        None
+    }
 }
 
 /// One connection.
@@ -30,6 +36,10 @@ impl Source for Watched<Caller> {
 
     fn has_more(&mut self) -> bool {
         self.stream.has_more()
+    }
+
+    fn session(&self) -> Option<Secret> {
+        self.session
     }
 }
 
@@ -110,6 +120,10 @@ impl<S: Source> RecvStream for TcpRecvStream<S> {
     fn consume(&mut self, count: usize) {
         self.start += count;
         self.waiting &= count == 0;
+    }
+
+    fn session(&self) -> Option<Secret> {
+        self.source.session()
     }
 
     fn end(&self) -> Option<LinkDown> {

@@ -13,7 +13,7 @@ use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
-use crate::transport::auth::Identity;
+use crate::transport::auth::{Identity, Secret};
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::tcp::greeting::{GREETING_BYTES, Greeting, JOINED};
 use crate::transport::tcp::paths::Target;
@@ -50,6 +50,8 @@ pub(in crate::transport) struct Connection {
     greeting: Option<Greeting>,
     stream: Watched<Stream>,
     stage: Stage,
+    /// What only the two ends know, once both have proved themselves.
+    session: Option<Secret>,
     timeout: PeerTimeout,
     /// How many connections each stream has.
     streams: usize,
@@ -124,7 +126,7 @@ impl Connection {
         let (current, stream) = next_attempt(&mut targets, &mut failures, poller, peer, needs, tls.as_ref())?;
         let poller = poller.clone();
         let (stage, holding) = (Stage::Connecting { since: Instant::now() }, Holding::default());
-        let greeting = None;
+        let (greeting, session) = (None, None);
         Ok(Connection {
             identity,
             tls,
@@ -136,6 +138,7 @@ impl Connection {
             greeting,
             stream,
             stage,
+            session,
             timeout,
             streams,
             holding,
@@ -174,6 +177,7 @@ impl Connection {
                 },
                 Stage::Proving(opening) => match opening.drive(&mut *self.stream) {
                     Ok(true) => {
+                        self.session = opening.session();
                         self.stage = self.greeting.map_or(Stage::Open, |greeting| Stage::Greeting(greeting, 0));
                     }
                     Ok(false) => return Ok(false),
@@ -335,6 +339,10 @@ impl SendStream for Connection {
 
     fn is_open(&self) -> bool {
         matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
+    }
+
+    fn session(&self) -> Option<Secret> {
+        self.session
     }
 
     fn tcp_stats(&self) -> Option<TcpStats> {

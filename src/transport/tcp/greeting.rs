@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use crate::config::TcpStreams;
 use crate::error::LinkDown;
+use crate::transport::auth::Secret;
 use crate::transport::handshake::is_passing;
 use crate::transport::tls::Stream;
 
@@ -53,13 +54,15 @@ pub(super) const GREETING_BYTES: usize = 18;
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) stream: Stream,
+    /// What only the two ends know, once both have proved themselves.
+    pub(super) session: Option<Secret>,
     greeting: [u8; GREETING_BYTES],
     read: usize,
 }
 
 impl Caller {
     pub(super) fn new(stream: Stream) -> Caller {
-        Caller { stream, greeting: [0; GREETING_BYTES], read: 0 }
+        Caller { stream, session: None, greeting: [0; GREETING_BYTES], read: 0 }
     }
 
     /// The greeting, once it has come.

@@ -165,7 +165,7 @@ impl TcpTransport {
         let tls = self.tls.as_ref();
         self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
         let has_greeting = self.streams != TcpStreams::ONE;
-        let proved = self.pending.drive(|candidate| {
+        let mut proved = self.pending.drive(|candidate| {
             if candidate.rank.is_none() {
                 candidate.rank = candidate.accepting.drive(&mut candidate.stream.stream)?;
             }
@@ -176,6 +176,7 @@ impl TcpTransport {
             }
         });
         self.pending.watch(&mut self.listener);
+        proved.iter_mut().for_each(|proved| proved.stream.session = proved.session);
         proved
     }
 
@@ -246,7 +247,7 @@ impl Transport for TcpTransport {
 
     fn accept(&mut self) -> Vec<Accepted> {
         let proved = self.proved();
-        let take_in = |Proved { rank, stream, received }| self.take_in(rank, stream, received);
+        let take_in = |Proved { rank, stream, received, .. }| self.take_in(rank, stream, received);
         proved.into_iter().filter_map(take_in).collect()
     }
 

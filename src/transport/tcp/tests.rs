@@ -521,7 +521,7 @@ impl Cuttable {
         let mut send_stream = RailSendStream::new(send_rails, &sender.tender().unwrap());
         while recv_stream.is_none() || !send_stream.is_open() {
             send_stream.write(&[], &[]).unwrap();
-            for Proved { rank, stream, received } in receiver.proved() {
+            for Proved { rank, stream, received, .. } in receiver.proved() {
                 far[received.unwrap().rail] = Some(stream.stream.socket().try_clone().unwrap());
                 recv_stream = receiver.take_in(rank, stream, received).or(recv_stream);
             }

@@ -99,8 +99,9 @@ impl Transport for UcxTransport {
         let hub = &self.hub;
         let accepted = self.pending.drive(|candidate| handover::accept(candidate, hub));
         self.pending.watch(&mut self.listener);
-        let recv_stream =
-            |Proved { rank, stream, received }| -> Accepted { (rank, Box::new(UcxRecvStream::new(stream, received))) };
+        let recv_stream = |Proved { rank, stream, received, .. }| -> Accepted {
+            (rank, Box::new(UcxRecvStream::new(stream, received)))
+        };
         accepted.into_iter().map(recv_stream).collect()
     }
 
