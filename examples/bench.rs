@@ -9,8 +9,8 @@
 //! together in Reduce_scatter. Reductions work in place and add floats. PingPong is between ranks 0 and 1, one way;
 //! Uniband sends from rank 0 to rank 1 only, one message after the other. Memcpy does not communicate: all ranks copy
 //! that many bytes at the same time, which shows the limit of the memory. One-sided operations are measured where they are
-//! named: PutPingPong puts and signals there and back, Uniput does so in one direction, and Write writes by a transport to
-//! the memory of rank 1, one call after the other.
+//! named: PutPingPong puts and signals there and back, Uniput does so in one direction, and Write and Read write and read
+//! the memory of rank 1 by a transport, one call after the other.
 //!
 //! With `--serve DIRECTORY`, under a launcher, it takes its measurements from pipes: see `tests/bench/mpi.py`.
 

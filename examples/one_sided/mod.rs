@@ -1,4 +1,4 @@
-//! One-sided operations of ranks 0 and 1: puts with signals, and writes by a transport.
+//! One-sided operations of ranks 0 and 1: puts with signals, and writes and reads by a transport.
 #![allow(unsafe_code, reason = "lends memory to a window")]
 
 use std::error::Error;
@@ -9,7 +9,7 @@ use ncclx_rs::rdma::{Key, Kind, MemoryRegion, RemoteBuffer, Span, Transport};
 use ncclx_rs::sys::lent_bytes::LentBytes;
 use ncclx_rs::{Buffer, Buffers, Communicator, DType, Mode, Op, OpKind, Rank, SharedMemory, WindowId};
 
-pub(crate) const OPERATIONS: [&str; 3] = ["PutPingPong", "Uniput", "Write"];
+pub(crate) const OPERATIONS: [&str; 4] = ["PutPingPong", "Uniput", "Write", "Read"];
 
 /// The longest that they take.
 const MOST_BYTES: usize = 256 << 20;
@@ -27,8 +27,9 @@ pub(crate) fn call(comm: &Communicator, operation: &str, bytes: usize) -> Result
     if bytes > MOST_BYTES {
         return Err(format!("one-sided operations take up to {MOST_BYTES} bytes").into());
     }
-    if operation == "Write" {
-        return write(comm, bytes);
+    let (write, read) = (("Write", Kind::Write), ("Read", Kind::Read));
+    if let Some((_, kind)) = [write, read].into_iter().find(|(name, _)| *name == operation) {
+        return transfer(comm, kind, bytes);
     }
     let (window, source) = exposed(comm, bytes)?;
     let (me, answers) = (comm.rank(), operation == "PutPingPong");
@@ -77,8 +78,8 @@ fn exposed(comm: &Communicator, bytes: usize) -> Result<(WindowId, Buffer), Box<
     Ok((*window, unsafe { Buffer::from_raw(source, bytes, DType::U8) }))
 }
 
-/// A write that is over once the bytes are in the memory of rank 1.
-fn write(comm: &Communicator, bytes: usize) -> Result<Call, Box<dyn Error>> {
+/// A write that is over once the bytes are in the memory of rank 1, or a read of them.
+fn transfer(comm: &Communicator, kind: Kind, bytes: usize) -> Result<Call, Box<dyn Error>> {
     let peer = match comm.rank() {
         Rank(0) => 1,
         _ => 0,
@@ -102,8 +103,8 @@ fn write(comm: &Communicator, bytes: usize) -> Result<Call, Box<dyn Error>> {
     Ok(Box::new(move |_| {
         if me == Rank(0) {
             let span = Span { local: memory.bytes().clone(), offset: 0, len: bytes, remote };
-            let written = transport.post(Kind::Write, vec![span], LONG).and_then(|pending| pending.wait(None));
-            written.unwrap_or_else(|error| panic!("{error}"));
+            let ended = transport.post(kind, vec![span], LONG).and_then(|pending| pending.wait(None));
+            ended.unwrap_or_else(|error| panic!("{error}"));
         }
         Ok(())
     }))

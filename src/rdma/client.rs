@@ -1,5 +1,7 @@
 //! The side that reads and writes: a thread that sends requests and takes answers, and never blocks in either.
 //!
+//! Reads within a host that need no help of the peer are no requests: short ones are done where they are posted.
+//!
 //! The peer answers in the order of requests. So what is under way is a queue, whose head the next answer is for. A span may
 //! take two requests, so operations that are in flight together end in any order.
 
@@ -11,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use crate::rdma::direct::{Direct, LOCATED_BYTES, Located, Unread};
 use crate::rdma::error::RdmaError;
 use crate::rdma::memory::RemoteBuffer;
 use crate::rdma::pending::Pending;
@@ -18,7 +21,6 @@ use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, READS_MAX, REQUEST_BYTES,
 use crate::rdma::ucx;
 use crate::rdma::wire::Wire;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cma::PeerMemory;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::ucx::{Endpoint, RegisteredMemory};
 
@@ -113,6 +115,7 @@ pub(super) struct Client {
     waker: UnixStream,
     wire: &'static str,
     devices: Vec<String>,
+    direct: Option<Arc<Direct>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -126,8 +129,10 @@ impl Client {
         let inbox: Arc<Mutex<Inbox>> = Arc::default();
         let devices = ucx.iter().flat_map(Endpoint::devices).map(|device| device.to_string()).collect();
         let name = if ucx.is_some() { "ucx" } else { wire.name() };
+        let wire = Arc::new(wire);
+        let direct = Direct::new(&wire).filter(|_| reads_directly && ucx.is_none()).map(Arc::new);
         let mut progress = Progress {
-            peer_memory: wire.peer_memory().filter(|_| reads_directly && ucx.is_none()),
+            direct: direct.clone(),
             wire,
             ucx,
             reads: 0,
@@ -146,7 +151,7 @@ impl Client {
             next_deadline: None,
         };
         let thread = std::thread::Builder::new().name("ncclx_rs rdma".to_owned()).spawn(move || progress.run())?;
-        Ok(Client { peer, inbox, waker, wire: name, devices, thread: Some(thread) })
+        Ok(Client { peer, inbox, waker, wire: name, devices, direct, thread: Some(thread) })
     }
 
     /// Why it is of no use any more, if it is not.
@@ -165,7 +170,13 @@ impl Client {
     }
 
     /// Begins an operation of spans that are inside their memories. It ends when all of them have, and after `timeout` at the latest.
+    /// Short reads that need nobody's help are done before this returns.
     pub(super) fn post(&self, kind: Kind, spans: Vec<Span>, timeout: Duration) -> Result<Pending, RdmaError> {
+        if let Some(cause) = self.ended() {
+            return Err(RdmaError::NotConnected { operation: kind.name(), cause });
+        }
+        let is_short = || spans.iter().map(|span| span.len).sum::<usize>() <= HERE_BYTES;
+        let direct = self.direct.as_ref().filter(|_| kind == Kind::Read && is_short());
         let (pending, count) = (Pending::new(spans.len()), spans.len());
         let deadline = Instant::now().checked_add(timeout);
         let active = spans.into_iter().enumerate().map(|(index, span)| Active {
@@ -180,11 +191,22 @@ impl Client {
             received: 0,
             registered: None,
         });
+        let is_left = |active: &Active| {
+            let is_read = direct.is_some_and(|direct| direct.read(&active.span).is_ok());
+            if is_read {
+                pending.end_span(Ok(()));
+            }
+            !is_read
+        };
+        let left: Vec<Active> = active.filter(is_left).collect();
+        if left.is_empty() {
+            return Ok(pending);
+        }
         let mut inbox = lock(&self.inbox);
         if let Some(cause) = &inbox.ended {
             return Err(RdmaError::NotConnected { operation: kind.name(), cause: cause.clone() });
         }
-        inbox.posted.extend(active);
+        inbox.posted.extend(left);
         drop(inbox);
         self.wake();
         Ok(pending)
@@ -214,13 +236,13 @@ impl Client {
 /// The part of an answer behind its header.
 enum Body {
     Data { left: usize },
-    Text { bytes: Vec<u8>, len: usize, is_key: bool },
+    Text { bytes: Vec<u8>, len: usize, say: Say },
 }
 
 /// The state of the thread.
 struct Progress {
-    wire: Wire,
-    peer_memory: Option<PeerMemory>,
+    wire: Arc<Wire>,
+    direct: Option<Arc<Direct>>,
     ucx: Option<Endpoint>,
     /// How many reads go through UCX now, from the question for a key to the peer's last word.
     reads: usize,
@@ -344,6 +366,11 @@ impl Progress {
         drop(inbox);
         for mut active in posted {
             self.next_deadline = self.next_deadline.into_iter().chain(active.deadline).min();
+            if active.kind == Kind::Read && self.is_direct() {
+                active.ask = Ask::Locate;
+                self.read_directly(active);
+                continue;
+            }
             if active.span.len < DIRECT_BYTES {
                 // Bytes travel with the request or the answer.
             } else if let Some(endpoint) = &self.ucx {
@@ -362,8 +389,8 @@ impl Progress {
                     }
                 }
                 active.ask = Ask::Pull;
-            } else if self.peer_memory.is_some() {
-                active.ask = if active.kind == Kind::Write { Ask::WriteFrom } else { Ask::Locate };
+            } else if self.is_direct() {
+                active.ask = Ask::WriteFrom;
             }
             self.to_send.push_back(active);
         }
@@ -463,7 +490,7 @@ impl Progress {
                     self.body = None;
                 }
             }
-            Some(Body::Text { bytes, len, is_key }) => {
+            Some(Body::Text { bytes, len, say }) => {
                 let mut more = vec![0; *len - bytes.len()];
                 let Some(read) = passing(self.wire.try_read(&mut more))? else { return Ok(false) };
                 if read == 0 {
@@ -471,12 +498,12 @@ impl Progress {
                 }
                 bytes.extend_from_slice(&more[..read]);
                 if bytes.len() == *len {
-                    let (bytes, is_key) = (std::mem::take(bytes), *is_key);
+                    let (bytes, say) = (std::mem::take(bytes), *say);
                     self.body = None;
-                    if is_key {
-                        self.read_by(&bytes)?;
-                    } else {
-                        self.refused(String::from_utf8_lossy(&bytes).into_owned());
+                    match say {
+                        Say::Packed => self.read_by(&bytes)?,
+                        Say::Located => self.located(&bytes),
+                        _ => self.refused(String::from_utf8_lossy(&bytes).into_owned()),
                     }
                 }
             }
@@ -494,18 +521,26 @@ impl Progress {
             }
             Say::Data => return Err(stray("bytes that were not asked for")),
             Say::Failed if answer.len == 0 => self.refused("no reason given".to_owned()),
-            Say::Failed => self.body = Some(Body::Text { bytes: Vec::new(), len: answer.len, is_key: false }),
-            Say::Packed if active.ask == Ask::Expose && answer.len > 0 => {
-                self.body = Some(Body::Text { bytes: Vec::new(), len: answer.len, is_key: true });
+            say @ (Say::Failed | Say::Packed | Say::Located) => {
+                let is_asked_for = match say {
+                    Say::Packed => active.ask == Ask::Expose && answer.len > 0,
+                    Say::Located => active.ask == Ask::Locate && answer.len == LOCATED_BYTES,
+                    _ => true,
+                };
+                if !is_asked_for {
+                    return Err(stray("a key that was not asked for"));
+                }
+                self.body = Some(Body::Text { bytes: Vec::new(), len: answer.len, say });
             }
-            Say::Packed => return Err(stray("a key that was not asked for")),
-            Say::Done if active.ask == Ask::Expose => return Err(stray("no key")),
-            Say::CannotRead if active.ask == Ask::WriteFrom => self.ask_again(Ask::Write),
+            Say::Done if matches!(active.ask, Ask::Expose | Ask::Locate) => return Err(stray("no key")),
+            Say::CannotRead if active.ask == Ask::WriteFrom => {
+                self.forbid_direct();
+                self.ask_again(Ask::Write);
+            }
             Say::CannotRead => return Err(stray("an answer to something else")),
             Say::Done if active.ask == Ask::Read && active.received < active.span.len => {
                 return Err(stray("the end of a read before its bytes"));
             }
-            Say::Done if active.ask == Ask::Locate => self.read_directly(),
             Say::Done => {
                 if let Some(active) = self.pop_asked() {
                     active.pending.end_span(Ok(()));
@@ -533,32 +568,44 @@ impl Progress {
 
     /// Asks something else for the oldest request.
     fn ask_again(&mut self, ask: Ask) {
-        let Some(mut active) = self.asked.pop_front() else { return };
-        if ask != Ask::Confirm {
-            log::debug!("{} and this process cannot read each other's memory; bytes go through the socket", self.peer);
-            self.peer_memory = None;
-        }
-        active.ask = ask;
-        self.to_send.push_back(active);
+        let Some(active) = self.asked.pop_front() else { return };
+        self.to_send.push_back(Active { ask, ..active });
     }
 
-    /// Reads the bytes of the oldest request, which the peer says are registered, in its memory. Whether they still were, the
-    /// peer is asked next.
-    fn read_directly(&mut self) {
-        let (Some(active), Some(peer)) = (self.asked.front(), self.peer_memory) else {
-            return self.ask_again(Ask::Read);
-        };
-        let Span { local, offset, len, remote } = &active.span;
-        let mut done = 0;
-        while done < *len {
-            let from = remote.address.wrapping_add(done as u64);
-            match local.read_from(&peer, from, offset + done, len - done) {
-                Ok(count) => done += count,
-                // Not allowed here, or the memory is gone, which the peer says then.
-                Err(_) => return self.ask_again(Ask::Read),
+    /// Whether the two processes may read each other's memory, as far as is known.
+    fn is_direct(&self) -> bool {
+        self.direct.as_ref().is_some_and(|direct| direct.is_allowed())
+    }
+
+    fn forbid_direct(&self) {
+        log::debug!("{} and this process cannot read each other's memory; bytes go through the socket", self.peer);
+        self.direct.iter().for_each(|direct| direct.forbid());
+    }
+
+    /// Takes the peer's word of where the bytes of the oldest request lie, and reads them there.
+    fn located(&mut self, bytes: &[u8]) {
+        let Some(mut active) = self.asked.pop_front() else { return };
+        if let (Some(direct), Some((located, _))) = (&self.direct, bytes.split_first_chunk()) {
+            direct.learn(active.span.remote.key, Located::decode(located));
+        }
+        // What cannot be read there is not located again.
+        active.ask = Ask::Read;
+        self.read_directly(active);
+    }
+
+    /// Reads a span where it lies, or else asks the peer for what the span's request says.
+    fn read_directly(&mut self, mut active: Active) {
+        match self.direct.as_ref().map_or(Err(Unread::Forbidden), |direct| direct.read(&active.span)) {
+            Ok(()) => return active.pending.end_span(Ok(())),
+            Err(Unread::Unknown) => {}
+            // Why, the peer says.
+            Err(Unread::Revoked) => active.ask = Ask::Read,
+            Err(Unread::Forbidden) => {
+                self.forbid_direct();
+                active.ask = Ask::Read;
             }
         }
-        self.ask_again(Ask::Confirm);
+        self.to_send.push_back(active);
     }
 }
 
@@ -575,5 +622,8 @@ fn passing(result: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-/// Spans of so many bytes are read where they lie, by one side or the other, within a host and through UCX.
+/// Writes of so many bytes are read where they lie, within a host and through UCX, and so are reads through UCX.
 const DIRECT_BYTES: usize = 16 * 1024;
+
+/// Reads of so many bytes are done by the thread that posts them, if they need nobody's help.
+const HERE_BYTES: usize = 256 * 1024;

@@ -6,8 +6,9 @@ use std::str::FromStr;
 use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use crate::error::UsageError;
+use crate::rdma::direct::Located;
 use crate::rdma::error::RdmaError;
-use crate::sync::{Arc, AtomicBool, Condvar, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, Ordering, fence, lock};
 use crate::sys::fork::PerProcess;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::random;
@@ -74,6 +75,28 @@ struct Grant {
     offset: usize,
     len: usize,
     uses: Arc<Uses>,
+    stamp: Stamp,
+}
+
+/// What readers of other processes look at to know whether a key is good ([`direct`](crate::rdma::direct)).
+struct Stamp {
+    /// It is read by other processes at any time, so it is never freed.
+    word: &'static AtomicU64,
+    value: u64,
+}
+
+impl Stamp {
+    /// Relaxed: who uses the word next has the lock of the keys.
+    fn new(word: &'static AtomicU64, value: u64) -> Stamp {
+        word.store(value, Ordering::Relaxed);
+        Stamp { word, value }
+    }
+
+    /// After this, the memory may be used for anything: no reader that sees that sees the stamp as well.
+    fn revoke(&self) {
+        self.word.store(0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
 }
 
 /// The writes by a library that go on with a key.
@@ -119,7 +142,34 @@ impl Drop for Lease {
     }
 }
 
-type Grants = HashMap<Key, Grant>;
+#[derive(Default)]
+struct Grants {
+    by_key: HashMap<Key, Grant>,
+    /// Words for stamps that are no key's.
+    free: Vec<&'static AtomicU64>,
+}
+
+impl Grants {
+    fn insert(&mut self, key: Key, bytes: Arc<LentBytes>, range: (usize, usize), stamp: u64) {
+        if self.free.is_empty() {
+            let words: Vec<_> = std::iter::repeat_with(AtomicU64::default).take(STAMPS_AT_ONCE).collect();
+            self.free.extend(words.leak().iter());
+        }
+        let word = self.free.pop().expect("there are more now");
+        let ((offset, len), stamp) = (range, Stamp::new(word, stamp));
+        self.by_key.insert(key, Grant { bytes, offset, len, uses: Arc::default(), stamp });
+    }
+
+    fn remove(&mut self, key: Key) -> Option<Grant> {
+        let grant = self.by_key.remove(&key)?;
+        grant.stamp.revoke();
+        self.free.push(grant.stamp.word);
+        Some(grant)
+    }
+}
+
+/// How many words for stamps are made at a time: a page.
+const STAMPS_AT_ONCE: usize = 512;
 
 /// The keys of this process. A forked child, whose memory is a copy, has none.
 static GRANTS: PerProcess<RwLock<Grants>> = PerProcess::unset();
@@ -176,7 +226,9 @@ impl MemoryRegion {
             None => {
                 let lacking = |cause: std::io::Error| RdmaError::Os { operation, cause: cause.to_string() };
                 let key = Key(random::bytes().map_err(lacking)?);
-                grants().insert(key, Grant { bytes: self.bytes.clone(), offset, len, uses: Arc::default() });
+                // Never zero, which is that of no key.
+                let stamp = u64::from_ne_bytes(random::bytes().map_err(lacking)?) | 1;
+                grants().insert(key, self.bytes.clone(), (offset, len), stamp);
                 keys.given.push((offset, len, key));
                 key
             }
@@ -191,7 +243,7 @@ impl MemoryRegion {
         keys.deregistered = true;
         // Waits for accesses under way, of which each copies one piece.
         let mut grants = grants();
-        let revoked: Vec<Option<Grant>> = keys.given.drain(..).map(|(_, _, key)| grants.remove(&key)).collect();
+        let revoked: Vec<Option<Grant>> = keys.given.drain(..).map(|(_, _, key)| grants.remove(key)).collect();
         // What follows takes no lock of the keys of others.
         drop(grants);
         RegisteredMemory::forget(&self.bytes);
@@ -228,6 +280,16 @@ pub(super) fn access<T>(
     with_grant(key, address, len, |grant, offset| access(&grant.bytes, offset))
 }
 
+/// Where the bytes that `key` opens lie, and what tells whether it is still good, if it opens `len` bytes from `address` on.
+pub(super) fn locate(key: Key, address: u64, len: usize) -> Result<Located, Refusal> {
+    with_grant(key, address, len, |grant, _| Located {
+        begin: grant.bytes.address() + grant.offset as u64,
+        len: grant.len as u64,
+        stamp_at: std::ptr::from_ref(grant.stamp.word).addr() as u64,
+        stamp: grant.stamp.value,
+    })
+}
+
 /// The bytes that `key` opens, for a library to write.
 pub(super) fn lend(key: Key, address: u64, len: usize) -> Result<Lease, Refusal> {
     with_grant(key, address, len, |grant, offset| {
@@ -238,7 +300,7 @@ pub(super) fn lend(key: Key, address: u64, len: usize) -> Result<Lease, Refusal>
 
 fn with_grant<T>(key: Key, address: u64, len: usize, then: impl FnOnce(&Grant, usize) -> T) -> Result<T, Refusal> {
     let grants = GRANTS.get().read().unwrap_or_else(PoisonError::into_inner);
-    let grant = grants.get(&key).ok_or(Refusal::Key)?;
+    let grant = grants.by_key.get(&key).ok_or(Refusal::Key)?;
     let begin = grant.bytes.address() + grant.offset as u64;
     let inside = address.checked_sub(begin).and_then(|offset| usize::try_from(offset).ok());
     let inside = inside.filter(|offset| offset.checked_add(len).is_some_and(|end| end <= grant.len));
@@ -293,6 +355,24 @@ mod tests {
         assert!(keys.iter().all(|buffer| access(buffer.key, buffer.address, 1, |_, _| ()) == Err(Refusal::Key)));
         let error = first.remote_buffer(0, 10).expect_err("no more keys");
         assert!(error.to_string().contains("memory that was deregistered"), "{error}");
+    }
+
+    #[test]
+    fn a_word_is_used_again_with_another_stamp() {
+        let (mut grants, bytes) = (Grants::default(), Arc::new(LentBytes::owned(vec![0; 10])));
+        for number in 0..2 * STAMPS_AT_ONCE as u128 {
+            grants.insert(Key(number.to_le_bytes()), bytes.clone(), (0, 10), 100 + number as u64);
+        }
+        let words: std::collections::HashSet<_> =
+            grants.by_key.values().map(|grant| grant.stamp.word.as_ptr()).collect();
+        assert_eq!(words.len(), 2 * STAMPS_AT_ONCE, "each key has a word of its own");
+        let first = Key([0; 16]);
+        let removed = grants.remove(first).expect("it is there");
+        assert_eq!(removed.stamp.word.load(Ordering::Relaxed), 0);
+        assert!(grants.remove(first).is_none());
+        grants.insert(first, bytes, (0, 10), 7);
+        let again = &grants.by_key[&first].stamp;
+        assert_eq!((again.word.as_ptr(), again.word.load(Ordering::Relaxed)), (removed.stamp.word.as_ptr(), 7));
     }
 
     #[test]

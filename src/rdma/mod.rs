@@ -7,16 +7,17 @@
 //! # How bytes move
 //! Each transport has two connections: one that it opens, for its own operations, and one that its peer opens, which it serves
 //! by a thread (`server`). Within a host these are Unix sockets. A long write then names where it lies, and the target's thread
-//! reads it there (process_vm_readv(2)); a long read is told where the bytes lie, reads them there, and asks whether they were
-//! still registered. Otherwise, and where the system forbids that, bytes travel in frames (`protocol`). UCX is a third way
+//! reads it there (process_vm_readv(2)). Reads ask once where the bytes of a key lie, and read them there, in which the peer takes no
+//! part (`direct`). Otherwise, and where the system forbids that, bytes travel in frames (`protocol`). UCX is a third way
 //! (`ucx`), in which also either side reads and none writes. An operation's own side is a state machine of one thread that does
 //! not block (`client`), so many are in flight at once.
 //!
 //! # Who may do what
 //! [`Transport::bind`] returns a secret. Both sides of a connection prove that they know the target's
 //! ([`auth`](crate::transport::auth)); who cannot is refused and logged. A key is 128 random bits, and stands for a range of one
-//! memory. The owner looks it up for every piece that is copied, under a lock that [`MemoryRegion::deregister`] takes too. So once that
-//! returns, nothing is read or written any more.
+//! memory. The owner looks it up for every piece that it copies, under a lock that [`MemoryRegion::deregister`] takes too, and who
+//! copies without it looks whether the key is still good afterwards. So once that returns, nothing is written any more, and no
+//! read that ends well has what came later.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -40,6 +41,7 @@
 //! ```
 
 mod client;
+mod direct;
 mod error;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;

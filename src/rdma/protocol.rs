@@ -3,6 +3,7 @@
 //! A request is a header, for a `Write` with its bytes behind it, for others with what UCX packed for the peer's UCX. An answer to it is one frame or several: `Data` frames with
 //! the bytes that were read, then `Done`, or `Failed` with the reason. All integers are little endian.
 
+use crate::rdma::direct::LOCATED_BYTES;
 use crate::rdma::memory::{Key, RemoteBuffer};
 
 /// What a peer is asked.
@@ -15,9 +16,9 @@ pub(super) enum Ask {
     WriteFrom = 2,
     /// For the bytes.
     Read = 3,
-    /// Where the bytes lie in its memory now.
+    /// Where the bytes lie in its memory, and what tells there whether they are still registered.
     Locate = 4,
-    /// Whether the bytes are still registered; it need not keep them for UCX any more.
+    /// Whether the bytes are still registered, after a read through UCX, for which it need not keep them any more.
     Confirm = 5,
     /// To connect through UCX to the address that follows.
     Ucx = 6,
@@ -95,10 +96,12 @@ pub(super) enum Say {
     CannotRead = 4,
     /// What UCX packed for the side that asked follows.
     Packed = 5,
+    /// Where bytes lie follows.
+    Located = 6,
 }
 
 impl Say {
-    const ALL: [Say; 5] = [Say::Data, Say::Done, Say::Failed, Say::CannotRead, Say::Packed];
+    const ALL: [Say; 6] = [Say::Data, Say::Done, Say::Failed, Say::CannotRead, Say::Packed, Say::Located];
 }
 
 /// A frame's header.
@@ -141,6 +144,7 @@ impl Answer {
             Say::Data => PIECE_BYTES,
             Say::Failed => REASON_MAX,
             Say::Packed => PACKED_MAX,
+            Say::Located => LOCATED_BYTES,
             Say::Done | Say::CannotRead => 0,
         };
         if len > limit {

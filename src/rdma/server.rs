@@ -198,36 +198,31 @@ impl Serving<'_> {
             let Request { ask, remote, source, packed } = Request::decode(&head).map_err(io::Error::other)?;
             let mut bytes = vec![0; packed];
             self.receive(&mut bytes)?;
-            let outcome = match ask {
-                Ask::Write => self.write(remote)?,
+            let done = |()| (Say::Done, Vec::new());
+            let packed = |bytes| (Say::Packed, bytes);
+            let reply: Result<(Say, Vec<u8>), String> = match ask {
+                Ask::Write => self.write(remote)?.map(done),
                 Ask::WriteFrom => match self.write_from(remote, source)? {
-                    Some(outcome) => outcome,
-                    None => {
-                        self.answer(Say::CannotRead, &[])?;
-                        continue;
-                    }
+                    Some(outcome) => outcome.map(done),
+                    None => Ok((Say::CannotRead, Vec::new())),
                 },
-                Ask::Read => self.read(remote)?,
-                // The asking side has the address already, and reads there.
-                Ask::Locate => touch(remote, 0, remote.len, |_, _| ()),
+                Ask::Read => self.read(remote)?.map(done),
+                Ask::Locate => {
+                    let located = memory::locate(remote.key, remote.address, remote.len);
+                    located
+                        .map(|located| (Say::Located, located.encode().to_vec()))
+                        .map_err(|refusal| refusal.to_string())
+                }
                 Ask::Confirm => {
                     self.cover(remote);
-                    touch(remote, 0, remote.len, |_, _| ())
+                    touch(remote, 0, remote.len, |_, _| ()).map(done)
                 }
-                Ask::Pull => self.pull(remote, source, &bytes)?,
-                Ask::Ucx | Ask::Expose => {
-                    let packed = if ask == Ask::Ucx { self.connect(&bytes) } else { self.expose(remote)? };
-                    match packed {
-                        Ok(packed) => {
-                            self.answer(Say::Packed, &packed)?;
-                            continue;
-                        }
-                        Err(reason) => Err(reason),
-                    }
-                }
+                Ask::Pull => self.pull(remote, source, &bytes)?.map(done),
+                Ask::Ucx => self.connect(&bytes).map(packed),
+                Ask::Expose => self.expose(remote)?.map(packed),
             };
-            match outcome {
-                Ok(()) => self.answer(Say::Done, &[])?,
+            match reply {
+                Ok((say, bytes)) => self.answer(say, &bytes)?,
                 Err(reason) => {
                     log::warn!("refused a peer's {ask:?} of {} bytes: {reason}", remote.len);
                     self.answer(Say::Failed, &reason.as_bytes()[..reason.len().min(REASON_MAX)])?;

@@ -33,7 +33,7 @@ pub(super) struct Address {
 }
 
 /// The version of [`Address`] and of the protocol.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 impl Address {
     /// Reads what another transport's `bind` has returned.

@@ -8,9 +8,10 @@ Two ranks, each on a core of its own. A ratio is the other's time by the engine'
 
     put      rank 0 puts into a window and signals, rank 1 waits for the signal; one after the other without a pause
     write    rank 0 writes by a transport (RdmaTransport) and waits until the bytes are there, one after the other
+    read     rank 0 reads by a transport, one after the other
     there    put and signal there and back, one way of it
 
-`ucx_perftest` does the like of put by `ucp_put_bw`, and of there by `ucp_put_lat`. Gloo sends messages. memcpy is
+`ucx_perftest` does the like of put by `ucp_put_bw`, of read by `ucp_get`, and of there by `ucp_put_lat`. Gloo sends messages. memcpy is
 that of one process while the other does nothing.
 """
 
@@ -118,6 +119,7 @@ def main() -> None:
         turns: dict[str, Turn] = {
             "shm put": turn_of(shm, "Uniput"),
             "shm write": turn_of(shm, "Write"),
+            "shm read": turn_of(shm, "Read"),
             "shm there": turn_of(shm, "PutPingPong"),
             "shm message": turn_of(shm, "PingPong"),
             "gloo message": turn_of(gloo, "Uniband"),
@@ -137,7 +139,9 @@ def main() -> None:
             pairs += [(f"{way} put", f"{way} ucp_put_bw"), (f"{way} there", f"{way} ucp_put_lat")]
             pairs += [(f"{way} there", f"{way} message")]
             if way == SHARED:
-                turns[f"{way} write"] = turn_of(ucx, "Write")
+                turns |= {f"{way} write": turn_of(ucx, "Write"), f"{way} read": turn_of(ucx, "Read")}
+                turns[f"{way} ucp_get"] = functools.partial(perftest, folder, way, "ucp_get")
+                pairs += [(f"{way} read", f"{way} ucp_get"), ("shm read", f"{way} ucp_get"), ("shm read", "memcpy")]
                 pairs += [(f"{way} write", f"{way} ucp_put_bw"), ("shm put", f"{way} ucp_put_bw")]
                 pairs += [("shm write", f"{way} ucp_put_bw"), ("shm there", f"{way} ucp_put_lat")]
         for size in arguments.bytes:

@@ -45,8 +45,8 @@ fn the_benchmark_has_a_row_for_each_size() {
 
 #[test]
 fn the_benchmark_measures_one_sided_operations() {
-    let lines = lines_of("bench", &["--ops", "PutPingPong,Uniput,Write", "--min", "8", "--max", "16"]);
+    let lines = lines_of("bench", &["--ops", "PutPingPong,Uniput,Write,Read", "--min", "8", "--max", "16"]);
     let rows = lines.iter().filter(|line| !line.is_empty() && !line.contains('#'));
     let calls: Vec<_> = rows.map(|line| line.split_whitespace().nth(1).expect("six columns").to_owned()).collect();
-    assert_eq!(calls, ["1000"; 6]);
+    assert_eq!(calls, ["1000"; 8]);
 }

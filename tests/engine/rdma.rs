@@ -396,6 +396,45 @@ fn a_read_that_ends_well_has_only_what_was_registered() {
 }
 
 #[test]
+fn short_reads_of_a_known_key_are_done_when_they_have_begun() {
+    let (one, other) = pair(&[("transport", "shm")]);
+    let memory = MemoryRegion::new(lent(numbers(3, 1 << 20)));
+    let remote = memory.remote_buffer(0, 1 << 20).expect("inside");
+    let local = lent(vec![0; 1000]);
+    read(&one, &local, remote).expect("read, after its owner was asked where it lies");
+    let part = |at: usize| Span {
+        local: local.clone(),
+        offset: 100 * at,
+        len: 100,
+        remote: RemoteBuffer { address: remote.address + 9_000 * at as u64, ..remote },
+    };
+    let pending = one.post(Kind::Read, (0..10).map(part).collect(), LONG).expect("post");
+    assert!(pending.is_done(), "somebody was asked");
+    pending.wait(None).expect("read");
+    let all = arrived(memory.bytes());
+    assert!((0..10).all(|at| arrived(&local)[100 * at..][..100] == all[9_000 * at..][..100]));
+    let mut long = part(9);
+    long.remote.address += 1 << 20;
+    let refused = one.post(Kind::Read, vec![part(1), long], LONG).expect("post").wait(None).expect_err("outside");
+    assert!(matches!(refused, RdmaError::Refused { .. }) && refused.to_string().contains("span 2 of 2"), "{refused}");
+    memory.deregister();
+    let refused = read(&one, &local, remote).expect_err("deregistered");
+    assert!(matches!(refused, RdmaError::Refused { .. }), "{refused}");
+    drop(other);
+}
+
+#[test]
+fn a_peer_that_has_closed_is_not_read() {
+    let (one, other) = pair(&[("transport", "shm")]);
+    let memory = MemoryRegion::new(lent(vec![1; 100]));
+    let (local, remote) = (lent(vec![0; 100]), memory.remote_buffer(0, 100).expect("inside"));
+    read(&one, &local, remote).expect("read");
+    other.close();
+    let error = read(&one, &local, remote).expect_err("closed");
+    assert!(matches!(error, RdmaError::Broken { .. } | RdmaError::NotConnected { .. }), "{error}");
+}
+
+#[test]
 fn hundreds_of_long_reads_and_writes_are_in_flight_at_once() {
     each_wire(|one, _other| {
         let (count, len) = (300, 20_000);

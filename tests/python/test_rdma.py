@@ -355,6 +355,38 @@ def test_a_stopped_target_is_named(world: World, hints: dict[str, str]) -> None:
     world.run(a_stopped_target_is_named, hints)
 
 
+def a_stopped_target_is_read(rank: int, size: int) -> None:
+    transports = to_all(rank, size, {"transport": "shm"})
+    tensor = torch.full((1_000_000,), float(rank))
+    memory = RdmaMemory(tensor)
+    remote = buffers(memory, size)
+    processes: list[int] = [0] * size
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 0:
+        into = torch.zeros(1_000_000)
+        local = RdmaMemory(into)
+        # From here on this rank knows where the other one's memory lies.
+        transports[1].read(local.to_mutable_view(0, 4), remote[1].to_view(0, 4))
+        os.kill(processes[1], signal.SIGSTOP)
+        try:
+            transports[1].read(local.to_mutable_view(), remote[1])
+            futures = [
+                transports[1].read_async(local.to_mutable_view(at, 64), remote[1].to_view(at, 64))
+                for at in range(0, 64_000, 64)
+            ]
+            for future in futures:
+                future.wait()
+        finally:
+            os.kill(processes[1], signal.SIGCONT)
+        assert torch.equal(into, torch.ones(1_000_000))
+    dist.barrier()
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_stopped_target_is_read(world: World) -> None:
+    world.run(a_stopped_target_is_read)
+
+
 def a_dead_target_is_named(rank: int, size: int, hints: dict[str, str]) -> None:
     transports = to_all(rank, size, hints)
     tensor = torch.zeros(10_000_000)
