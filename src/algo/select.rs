@@ -3,8 +3,8 @@
 use crate::algo::collective::{Chunking, Collective, DIRECT_MAX_RANKS, Scaling, ScratchLimit, Setting, schedule};
 use crate::algo::group::{Group, blocks, pieces};
 use crate::algo::{
-    agreement, binomial, bounded, bruck, chain, direct, dissemination, halving_doubling, hierarchical, islands, put,
-    ring, van_de_geijn,
+    agreement, binomial, bounded, bruck, chain, direct, dissemination, forwarding, halving_doubling, hierarchical,
+    islands, put, ring, van_de_geijn,
 };
 use crate::counts::Counts;
 use crate::schedule::{Action, Builder, Schedule, Slice, Space};
@@ -109,7 +109,21 @@ const TABLE: &[Row] = &[
             islands::append(builder, setting, (*call, *count), islands);
         },
     },
+    Row {
+        name: FORWARDING,
+        can: can_forward,
+        // Whether the blocks of all ranks are equal, no rank knows.
+        prefer: |_, _| false,
+        copies: nothing,
+        build: |builder, collective, setting| {
+            let Collective::AllToAll { send, recv } = collective else { unreachable!("checked by `can`") };
+            forwarding::all_to_all(builder, setting, input(send.total()), output(recv.total()));
+        },
+    },
 ];
+
+/// The name of what passes the blocks of an all_to_all on. Who names it sees to it that all blocks are equal on all ranks.
+pub(super) const FORWARDING: &str = "forwarding";
 
 /// The name of the ring algorithms.
 const RING: &str = "ring";
@@ -456,6 +470,12 @@ fn build_hierarchical_reduce(builder: &mut Builder, setting: &Setting<'_>, count
         true => hierarchical::reduce_by_stripes(builder, setting, root, data),
         false => hierarchical::reduce(builder, setting, root, data),
     });
+}
+
+/// A device moves the blocks of an all_to_all as messages.
+fn can_forward(collective: &Collective, setting: &Setting<'_>) -> bool {
+    let Collective::AllToAll { send, recv } = collective else { return false };
+    send.are_equal() && recv.are_equal() && setting.topo.size() > 1 && setting.chunking == Chunking::Chunks
 }
 
 fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {

@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::algo::collective::{Chunking, Collective, Scaling, ScratchLimit, Setting};
-use crate::algo::select::{bytes, candidates};
+use crate::algo::select::{FORWARDING, bytes, candidates};
 use crate::op::CollectiveKind;
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -130,7 +130,10 @@ impl TunedRow {
 
 /// As [`algorithms`].
 fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'static str> {
-    in_a_world(kind, ranks, hosts, 0, |collective, setting| candidates(collective, setting).collect())
+    in_a_world(kind, ranks, hosts, 0, |collective, setting| {
+        // A file is for any program, and the program has to promise what that needs.
+        candidates(collective, setting).filter(|name| *name != FORWARDING).collect()
+    })
 }
 
 /// Calls `ask` with such a collective of `bytes`, at least one a rank, on rank 0.

@@ -1,8 +1,10 @@
 //! Ranks that call the same with sizes that do not fit together: an error on every rank, at once, whomever they concern.
 
+use std::time::Duration;
+
 use ncclx_rs::{Buffer, Communicator, Error, OpKind, ReduceOp};
 
-use crate::world::{buffer, run, wires, world};
+use crate::world::{buffer, run, wires, world, world_hinted};
 
 /// Small worlds exchange directly, larger ones by rings and barriers.
 const SIZES: [usize; 2] = [4, 9];
@@ -79,6 +81,36 @@ fn two_ranks_that_disagree_on_splits_fail_all() {
                         "the ranks disagree on the sizes",
                     );
                 }
+            }
+        });
+    }
+}
+
+#[test]
+fn blocks_are_forwarded_if_all_are_equal_and_else_all_ranks_fail() {
+    let forwarding = [("algorithm", "forwarding")];
+    for (wire, size) in wires().into_iter().flat_map(|wire| SIZES.map(|size| (wire, size))) {
+        world_hinted(wire, size, Duration::from_secs(60), &forwarding, |comm| {
+            let (me, size) = (comm.rank().index(), comm.size());
+            for unit in UNITS {
+                let equal = vec![2 * unit; size];
+                all_to_all(comm, &equal, &equal).expect("they agree");
+                // Two of three or more ranks exchange more.
+                let mut counts = equal.clone();
+                match me {
+                    1 => counts[2] = 3 * unit,
+                    2 => counts[1] = 3 * unit,
+                    _ => {}
+                }
+                let outcome = all_to_all(comm, &counts, &counts);
+                fails(comm, "an unequal block", outcome, "the ranks disagree on how to run");
+                // All ranks have unequal blocks: nobody forwards.
+                let count = |from: usize, to: usize| unit * (1 + (from + to) % 3);
+                let send: Vec<_> = (0..size).map(|to| count(me, to)).collect();
+                let recv: Vec<_> = (0..size).map(|from| count(from, me)).collect();
+                all_to_all(comm, &send, &recv).expect("they agree");
+                let other = vec![if is_odd(comm) { 3 * unit } else { 2 * unit }; size];
+                fails(comm, "longer blocks", all_to_all(comm, &other, &other), "the ranks disagree on the sizes");
             }
         });
     }

@@ -470,6 +470,32 @@ fn a_short_all_gather_of_many_ranks_takes_few_messages() {
     }
 }
 
+#[test]
+fn a_short_all_to_all_that_is_forwarded_takes_few_messages() {
+    let by_hosts = |hosts: usize| Topology::new(&(0..8 * hosts).map(|rank| (rank / 8).to_string()).collect::<Vec<_>>());
+    let single = Topology::single_host;
+    // Elements of eight bytes a block. The barrier at the end, behind which all agree, takes ⌈log₂ n⌉.
+    for (topo, block, messages) in [
+        (single(9), 1, 4 + 4),
+        (single(1000), 128, 10 + 10),
+        (single(1000), 129, 999 + 10),
+        (by_hosts(8), 1, 7 + 7 + 6),
+        (by_hosts(100), 16, 7 + 7 + 10),
+        (by_hosts(100), 17, 7 + 99 + 10),
+    ] {
+        let size = topo.size();
+        let counts = Counts::equal(block, size);
+        let case = Case::Same(Collective::AllToAll { send: counts.clone(), recv: counts });
+        let setting = (Scaling::Nothing, 8);
+        let schedules = plan(Some("forwarding"), &case, &topo, setting, ScratchLimit::UNBOUNDED).expect("equal blocks");
+        for schedule in &schedules {
+            let sends = schedule.steps.iter().filter(|step| matches!(step.action, Action::Send { .. })).count();
+            assert_eq!(sends, messages, "{size} ranks, blocks of {block}");
+        }
+        assert_eq!(schedule::check(&schedules), Ok(()));
+    }
+}
+
 /// The schedules of all ranks, by what the table takes.
 fn schedules_of(collective: &Collective, topo: &Topology, element: usize, scaling: Scaling) -> Vec<Schedule> {
     let case = Case::Same(collective.clone());
