@@ -13,48 +13,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::rdma::direct::{Direct, LOCATED_BYTES, Located, Unread};
+use crate::rdma::direct::{Direct, Unread};
 use crate::rdma::error::RdmaError;
-use crate::rdma::memory::RemoteBuffer;
+use crate::rdma::memory::{Located, RemoteBuffer};
 use crate::rdma::pending::Pending;
-use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, READS_MAX, REQUEST_BYTES, Request, Say};
+use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, LOCATED_BYTES, READS_MAX, REQUEST_BYTES, Request, Say};
+use crate::rdma::span::{Kind, Span};
 use crate::rdma::ucx;
 use crate::rdma::wire::Wire;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::lent_bytes::LentBytes;
 use crate::sys::ucx::{Endpoint, RegisteredMemory};
-
-/// Which way bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// From this process to the remote one.
-    Write,
-    /// From the remote process to this one.
-    Read,
-}
-
-impl Kind {
-    /// The name in messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::Write => "write",
-            Kind::Read => "read",
-        }
-    }
-}
-
-/// One run of bytes of an operation.
-#[derive(Clone, Debug)]
-pub struct Span {
-    /// This process's memory.
-    pub local: Arc<LentBytes>,
-    /// The first byte there.
-    pub offset: usize,
-    /// The number of bytes.
-    pub len: usize,
-    /// The other process's memory, of at least as many bytes: the first ones are meant.
-    pub remote: RemoteBuffer,
-}
 
 /// A span that was given to the thread.
 struct Active {
@@ -144,6 +112,7 @@ impl Client {
             woken,
             to_send: VecDeque::new(),
             sent: 0,
+            to_read: VecDeque::new(),
             asked: VecDeque::new(),
             head: [0; ANSWER_BYTES],
             head_len: 0,
@@ -175,7 +144,8 @@ impl Client {
         if let Some(cause) = self.ended() {
             return Err(RdmaError::NotConnected { operation: kind.name(), cause });
         }
-        let is_short = || spans.iter().map(|span| span.len).sum::<usize>() <= HERE_BYTES;
+        let bytes = || spans.iter().fold(0, |sum: usize, span| sum.saturating_add(span.len));
+        let is_short = || spans.len() <= HERE_SPANS && bytes() <= HERE_BYTES;
         let direct = self.direct.as_ref().filter(|_| kind == Kind::Read && is_short());
         let (pending, count) = (Pending::new(spans.len()), spans.len());
         let deadline = Instant::now().checked_add(timeout);
@@ -220,6 +190,7 @@ impl Client {
     /// Ends the connection and what is under way. Returns when the thread has ended.
     pub(super) fn stop(&mut self) {
         lock(&self.inbox).closing = true;
+        self.direct = None;
         self.wake();
         if let Some(thread) = self.thread.take() {
             // A panic was printed when it happened.
@@ -258,6 +229,8 @@ struct Progress {
     to_send: VecDeque<Active>,
     /// Bytes written of the first one, its header included.
     sent: usize,
+    /// Reads that need nobody's help, the oldest first.
+    to_read: VecDeque<Active>,
     /// Requests that are written, the oldest first.
     asked: VecDeque<Active>,
     head: [u8; ANSWER_BYTES],
@@ -286,7 +259,8 @@ impl Progress {
         // Nor is anything written to it through UCX.
         self.ucx = None;
         let reading = self.reading.drain(..).map(|(_, active)| active);
-        let queued = self.asked.drain(..).chain(self.to_send.drain(..)).chain(self.waiting.drain(..));
+        let queued = self.asked.drain(..).chain(self.to_send.drain(..)).chain(self.to_read.drain(..));
+        let queued = queued.chain(self.waiting.drain(..));
         let mut left: Vec<Active> = queued.chain(reading).collect();
         let (mut cause, now) = (String::new(), Instant::now());
         match end {
@@ -321,12 +295,14 @@ impl Progress {
         while self.receive().map_err(broken)? {}
         self.progress_ucx().map_err(broken)?;
         while self.send().map_err(broken)? {}
+        self.read_directly();
         let now = Instant::now();
         if self.next_deadline.is_none_or(|next| now < next) {
             return Ok(());
         }
         let reading = || self.reading.iter().map(|(_, active)| active);
-        let under_way = || self.asked.iter().chain(&self.to_send).chain(&self.waiting).chain(reading());
+        let queued = || self.to_send.iter().chain(&self.to_read).chain(&self.waiting);
+        let under_way = || self.asked.iter().chain(queued()).chain(reading());
         if under_way().any(|active| is_due(active, now)) {
             return Err(End::TimedOut);
         }
@@ -347,7 +323,11 @@ impl Progress {
             PollFd::from_borrowed_fd(self.woken.as_fd(), PollFlags::IN),
         ];
         watched.extend(self.ucx.iter().map(|endpoint| PollFd::from_borrowed_fd(endpoint.as_fd(), PollFlags::IN)));
-        let left = self.next_deadline.map(|next| ucx::timespec(next.saturating_duration_since(Instant::now())));
+        let mut left = self.next_deadline.map(|next| next.saturating_duration_since(Instant::now()));
+        if !self.to_read.is_empty() {
+            left = Some(Duration::ZERO);
+        }
+        let left = left.map(ucx::timespec);
         match rustix::event::poll(&mut watched, left.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(End::Broken(error.to_string())),
@@ -368,7 +348,7 @@ impl Progress {
             self.next_deadline = self.next_deadline.into_iter().chain(active.deadline).min();
             if active.kind == Kind::Read && self.is_direct() {
                 active.ask = Ask::Locate;
-                self.read_directly(active);
+                self.to_read.push_back(active);
                 continue;
             }
             if active.span.len < DIRECT_BYTES {
@@ -578,11 +558,12 @@ impl Progress {
     }
 
     fn forbid_direct(&self) {
-        log::debug!("{} and this process cannot read each other's memory; bytes go through the socket", self.peer);
-        self.direct.iter().for_each(|direct| direct.forbid());
+        if self.direct.as_ref().is_some_and(|direct| direct.forbid()) {
+            log::debug!("{} and this process cannot read each other's memory; bytes go through the socket", self.peer);
+        }
     }
 
-    /// Takes the peer's word of where the bytes of the oldest request lie, and reads them there.
+    /// Takes the peer's word of where the bytes of the oldest request lie. They are read there next.
     fn located(&mut self, bytes: &[u8]) {
         let Some(mut active) = self.asked.pop_front() else { return };
         if let (Some(direct), Some((located, _))) = (&self.direct, bytes.split_first_chunk()) {
@@ -590,12 +571,31 @@ impl Progress {
         }
         // What cannot be read there is not located again.
         active.ask = Ask::Read;
-        self.read_directly(active);
+        self.to_read.push_back(active);
     }
 
-    /// Reads a span where it lies, or else asks the peer for what the span's request says.
-    fn read_directly(&mut self, mut active: Active) {
-        match self.direct.as_ref().map_or(Err(Unread::Forbidden), |direct| direct.read(&active.span)) {
+    /// Reads some of the spans that are read where they lie, the oldest first.
+    fn read_directly(&mut self) {
+        let mut left = TURN_BYTES;
+        while left > 0
+            && let Some(active) = self.to_read.pop_front()
+        {
+            left = left.saturating_sub(active.span.len.max(SPAN_COST));
+            self.read_on(active);
+        }
+    }
+
+    /// Reads a piece of a span, or else asks the peer for what the span's request says.
+    fn read_on(&mut self, mut active: Active) {
+        let Some(direct) = &self.direct else { return };
+        let left = active.span.len - active.received;
+        let copied = direct.copy(&active.span, active.received, left.min(TURN_BYTES));
+        if copied.is_ok() && left > TURN_BYTES {
+            active.received += TURN_BYTES;
+            return self.to_read.push_front(active);
+        }
+        active.received = 0;
+        match copied.and_then(|()| direct.confirm(&active.span)) {
             Ok(()) => return active.pending.end_span(Ok(())),
             Err(Unread::Unknown) => {}
             // Why, the peer says.
@@ -625,5 +625,12 @@ fn passing(result: io::Result<usize>) -> io::Result<Option<usize>> {
 /// Writes of so many bytes are read where they lie, within a host and through UCX, and so are reads through UCX.
 const DIRECT_BYTES: usize = 16 * 1024;
 
-/// Reads of so many bytes are done by the thread that posts them, if they need nobody's help.
+/// Reads of so many bytes, and of so many spans, are done by the thread that posts them, if they need nobody's help.
 const HERE_BYTES: usize = 256 * 1024;
+const HERE_SPANS: usize = 64;
+
+/// How much the thread copies before it looks at requests and limits again.
+const TURN_BYTES: usize = 4 << 20;
+
+/// As many bytes are copied while a span is begun and ended.
+const SPAN_COST: usize = 16 << 10;

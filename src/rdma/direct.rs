@@ -10,53 +10,19 @@ use std::os::fd::AsFd;
 use rustc_hash::FxHashMap;
 use rustix::io::Errno;
 
-use crate::rdma::client::Span;
-use crate::rdma::memory::Key;
+use crate::rdma::memory::{Key, Located};
+use crate::rdma::span::Span;
 use crate::rdma::wire::Wire;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, fence, lock};
 use crate::sys::cma::PeerMemory;
 use crate::sys::socket;
-
-/// What its owner says of a key: where the bytes that it opens lie, and the stamp.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Located {
-    /// The first byte's address.
-    pub(super) begin: u64,
-    pub(super) len: u64,
-    /// The stamp's address.
-    pub(super) stamp_at: u64,
-    /// Its value while the key is good, which is not zero.
-    pub(super) stamp: u64,
-}
-
-/// The size of [`Located`] in an answer.
-pub(super) const LOCATED_BYTES: usize = 32;
-
-impl Located {
-    pub(super) fn encode(&self) -> [u8; LOCATED_BYTES] {
-        let mut bytes = [0; LOCATED_BYTES];
-        let numbers = [self.begin, self.len, self.stamp_at, self.stamp];
-        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
-        bytes
-    }
-
-    pub(super) fn decode(bytes: &[u8; LOCATED_BYTES]) -> Located {
-        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 * at + i]));
-        Located { begin: number(0), len: number(1), stamp_at: number(2), stamp: number(3) }
-    }
-
-    fn contains(&self, address: u64, len: u64) -> bool {
-        let offset = address.checked_sub(self.begin);
-        offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len)
-    }
-}
 
 /// Why a span was not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unread {
     /// Nothing is known of its key, or the span is not among the key's bytes.
     Unknown,
-    /// The key is not good any more, or the memory or the connection is gone.
+    /// The key is not good any more, the memory or the connection is gone, or the system did not copy it now.
     Revoked,
     /// The system does not let this process read that one's memory.
     Forbidden,
@@ -83,9 +49,9 @@ impl Direct {
         !self.is_forbidden.load(Ordering::Relaxed)
     }
 
-    /// Memory of the two processes cannot be read from one to the other.
-    pub(super) fn forbid(&self) {
-        self.is_forbidden.store(true, Ordering::Relaxed);
+    /// Memory of the two processes cannot be read from one to the other. Whether that is news.
+    pub(super) fn forbid(&self) -> bool {
+        !self.is_forbidden.swap(true, Ordering::Relaxed)
     }
 
     /// The owner has told where the key's bytes lie.
@@ -100,35 +66,52 @@ impl Direct {
 
     /// Reads a span. Unless it succeeds, its bytes here may be anything.
     pub(super) fn read(&self, span: &Span) -> Result<(), Unread> {
-        if !self.is_allowed() {
-            return Err(Unread::Forbidden);
-        }
-        let Span { local, offset, len, remote } = span;
-        let located = lock(&self.known).get(&remote.key).copied();
-        let Some(located) = located.filter(|located| located.contains(remote.address, *len as u64)) else {
-            return Err(Unread::Unknown);
-        };
-        let failed = |error: std::io::Error| match Errno::from_io_error(&error) {
-            // The memory is gone, or the process.
-            Some(Errno::FAULT | Errno::SRCH) => Unread::Revoked,
-            _ => Unread::Forbidden,
-        };
+        self.copy(span, 0, span.len)?;
+        self.confirm(span)
+    }
+
+    /// Copies a part of a span, whose bytes count once [`Direct::confirm`] says so.
+    pub(super) fn copy(&self, span: &Span, begin: usize, len: usize) -> Result<(), Unread> {
+        let Span { local, offset, remote, .. } = span;
+        self.located(span)?;
         let mut done = 0;
-        while done < *len {
-            let from = remote.address.wrapping_add(done as u64);
-            done += local.read_from(&self.peer, from, offset + done, len - done).map_err(failed)?;
+        while done < len {
+            let from = remote.address.wrapping_add((begin + done) as u64);
+            done += local.read_from(&self.peer, from, offset + begin + done, len - done).map_err(unread)?;
         }
+        Ok(())
+    }
+
+    /// Whether the bytes of a span, all of which have been copied, were those that its key opens.
+    pub(super) fn confirm(&self, span: &Span) -> Result<(), Unread> {
+        let located = self.located(span)?;
         // The stamp is not read before the bytes. Its other half is in `Stamp::revoke`.
         fence(Ordering::SeqCst);
         let mut stamp = [0; 8];
-        let count = self.peer.read(located.stamp_at, &mut stamp).map_err(failed)?;
+        let count = self.peer.read(located.stamp_at, &mut stamp).map_err(unread)?;
         let is_good = count == stamp.len() && u64::from_ne_bytes(stamp) == located.stamp;
         // A peer that has closed its transport is not read any more.
         if is_good && !socket::is_hung_up(self.wire.as_fd()) {
             return Ok(());
         }
-        lock(&self.known).remove(&remote.key);
+        lock(&self.known).remove(&span.remote.key);
         Err(Unread::Revoked)
+    }
+
+    fn located(&self, span: &Span) -> Result<Located, Unread> {
+        if !self.is_allowed() {
+            return Err(Unread::Forbidden);
+        }
+        let located = lock(&self.known).get(&span.remote.key).copied();
+        located.filter(|located| located.contains(span.remote.address, span.len as u64)).ok_or(Unread::Unknown)
+    }
+}
+
+fn unread(error: std::io::Error) -> Unread {
+    match Errno::from_io_error(&error) {
+        Some(Errno::PERM | Errno::ACCESS | Errno::NOSYS) => Unread::Forbidden,
+        // The memory is gone, or the process, or the system lacks something.
+        _ => Unread::Revoked,
     }
 }
 
@@ -138,8 +121,6 @@ const KNOWN_MAX: usize = 1 << 16;
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
-
-    use proptest::prelude::*;
 
     use super::*;
     use crate::rdma::memory::{self, MemoryRegion};
@@ -215,7 +196,7 @@ mod tests {
         assert_eq!(direct.read(&known), Ok(()));
         drop(other);
         assert_eq!(direct.read(&known), Err(Unread::Revoked));
-        direct.forbid();
+        assert!(direct.forbid() && !direct.forbid());
         assert_eq!((direct.read(&known), direct.is_allowed()), (Err(Unread::Forbidden), false));
     }
 
@@ -227,13 +208,5 @@ mod tests {
             direct.learn(Key::from_bytes(number.to_le_bytes()), located);
         }
         assert_eq!(lock(&direct.known).len(), 5);
-    }
-
-    proptest! {
-        #[test]
-        fn where_bytes_lie_survives_the_wire(begin: u64, len: u64, stamp_at: u64, stamp: u64) {
-            let located = Located { begin, len, stamp_at, stamp };
-            prop_assert_eq!(Located::decode(&located.encode()), located);
-        }
     }
 }

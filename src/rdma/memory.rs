@@ -6,7 +6,6 @@ use std::str::FromStr;
 use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use crate::error::UsageError;
-use crate::rdma::direct::Located;
 use crate::rdma::error::RdmaError;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, Ordering, fence, lock};
 use crate::sys::fork::PerProcess;
@@ -67,6 +66,26 @@ pub struct RemoteBuffer {
     pub len: usize,
     /// The key.
     pub key: Key,
+}
+
+/// What its owner says of a key: where the bytes that it opens lie, and the stamp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Located {
+    /// The first byte's address.
+    pub(super) begin: u64,
+    pub(super) len: u64,
+    /// The stamp's address.
+    pub(super) stamp_at: u64,
+    /// Its value while the key is good, which is not zero.
+    pub(super) stamp: u64,
+}
+
+impl Located {
+    /// Whether all of so many bytes from `address` on are among those that the key opens.
+    pub(super) fn contains(&self, address: u64, len: u64) -> bool {
+        let offset = address.checked_sub(self.begin);
+        offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= self.len)
+    }
 }
 
 /// What a key stands for.

@@ -49,12 +49,13 @@ mod memory;
 mod pending;
 mod protocol;
 mod server;
+mod span;
 mod transport;
 mod ucx;
 mod wire;
 
-pub use client::{Kind, Span};
 pub use error::RdmaError;
 pub use memory::{Key, MemoryRegion, RemoteBuffer};
 pub use pending::Pending;
+pub use span::{Kind, Span};
 pub use transport::Transport;

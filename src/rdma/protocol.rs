@@ -3,8 +3,7 @@
 //! A request is a header, for a `Write` with its bytes behind it, for others with what UCX packed for the peer's UCX. An answer to it is one frame or several: `Data` frames with
 //! the bytes that were read, then `Done`, or `Failed` with the reason. All integers are little endian.
 
-use crate::rdma::direct::LOCATED_BYTES;
-use crate::rdma::memory::{Key, RemoteBuffer};
+use crate::rdma::memory::{Key, Located, RemoteBuffer};
 
 /// What a peer is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +114,23 @@ pub(super) struct Answer {
 /// The size of a frame's header.
 pub(super) const ANSWER_BYTES: usize = 8;
 
+/// The size of a [`Located`].
+pub(super) const LOCATED_BYTES: usize = 32;
+
+impl Located {
+    pub(super) fn encode(&self) -> [u8; LOCATED_BYTES] {
+        let mut bytes = [0; LOCATED_BYTES];
+        let numbers = [self.begin, self.len, self.stamp_at, self.stamp];
+        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; LOCATED_BYTES]) -> Located {
+        let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 * at + i]));
+        Located { begin: number(0), len: number(1), stamp_at: number(2), stamp: number(3) }
+    }
+}
+
 /// The most bytes that follow a frame's header, and that are copied without another look at the key.
 pub(super) const PIECE_BYTES: usize = 256 * 1024;
 
@@ -167,6 +183,12 @@ mod tests {
             let packed = if matches!(Ask::ALL[ask], Ask::Ucx | Ask::Pull) { source as usize % PACKED_MAX } else { 0 };
             let request = Request { ask: Ask::ALL[ask], remote, source, packed };
             prop_assert_eq!(Request::decode(&request.encode()), Ok(request));
+        }
+
+        #[test]
+        fn where_bytes_lie_survives_the_wire(begin: u64, len: u64, stamp_at: u64, stamp: u64) {
+            let located = Located { begin, len, stamp_at, stamp };
+            prop_assert_eq!(Located::decode(&located.encode()), located);
         }
 
         #[test]

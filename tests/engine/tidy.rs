@@ -85,9 +85,9 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[
             &["error"],
             &["memory", "pending"],
-            &["protocol"],
+            &["protocol", "span"],
             &["wire"],
-            &["ucx"],
+            &["ucx", "direct"],
             &["client", "server"],
             &["transport"],
             &["fuzz"],
