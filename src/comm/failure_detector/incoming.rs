@@ -6,6 +6,7 @@ use rustc_hash::FxHashMap;
 
 use super::envelope::{self, Content};
 use super::manner::Protection;
+use super::notice;
 use super::outgoing::Place;
 use crate::error::LinkDown;
 use crate::transport::RecvStream;
@@ -66,10 +67,10 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// A connection that has come for `place`. None if nothing tells its two ends from others.
-    pub(super) fn new(stream: Box<dyn RecvStream>, place: Place, protection: Protection) -> Option<Incoming> {
+    /// A connection that has come for `place`, if somebody listens there. None if nothing tells its two ends from others.
+    pub(super) fn new(stream: Box<dyn RecvStream>, place: Option<Place>, protection: Protection) -> Option<Incoming> {
         let session = stream.session()?;
-        let speakers = [(0, Speaker::Known(place))].into_iter().collect();
+        let speakers = [(0, place.map_or(Speaker::Unheard, Speaker::Known))].into_iter().collect();
         let (bytes, strangers, departed) = (Vec::new(), Vec::new(), VecDeque::new());
         Some(Incoming { stream, session, protection, bytes, speakers, strangers, departed })
     }
@@ -85,7 +86,8 @@ impl Incoming {
 
     fn read_on(&mut self, listeners: &mut impl Listeners) -> Result<(), LinkDown> {
         let mut bytes = [0; READ_BYTES];
-        loop {
+        // What is left makes the poller wake at once.
+        for _ in 0..READS_MAX {
             let mut taken = 0;
             while let Some((number, content, len)) = envelope::decode(&self.bytes[taken..])? {
                 taken += len;
@@ -93,10 +95,11 @@ impl Incoming {
             }
             self.bytes.drain(..taken);
             match self.stream.read(&mut bytes)? {
-                0 => return Ok(()),
+                0 => break,
                 count => self.bytes.extend_from_slice(&bytes[..count]),
             }
         }
+        Ok(())
     }
 
     fn take(&mut self, number: u32, content: Content, listeners: &mut impl Listeners) -> Result<(), LinkDown> {
@@ -112,10 +115,17 @@ impl Incoming {
             }
             Content::Notice(notice) => match self.speakers.get_mut(&number) {
                 Some(Speaker::Known(place)) => listeners.hear(*place, Heard::Notice(notice))?,
-                // Heartbeats that are missed are repeated.
-                Some(Speaker::Stranger(.., kept)) if kept.len() < KEPT_MAX => kept.push(Heard::Notice(notice)),
-                Some(Speaker::Stranger(..) | Speaker::Unheard) => {}
-                None => return Err(LinkDown::new(format!("it sent news under number {number}, which is of nobody"))),
+                Some(Speaker::Stranger(.., kept)) if kept.last() != Some(&Heard::Left) => {
+                    // Heartbeats that are missed are repeated.
+                    let limit = if notice::is_heartbeat(&notice) { HEARTBEATS_KEPT_MAX } else { KEPT_MAX };
+                    if kept.len() < limit {
+                        kept.push(Heard::Notice(notice));
+                    }
+                }
+                Some(Speaker::Unheard) => {}
+                Some(Speaker::Stranger(..)) | None => {
+                    return Err(LinkDown::new(format!("it sent news under number {number}, which is of nobody")));
+                }
             },
             Content::Leave => match self.speakers.get_mut(&number) {
                 Some(Speaker::Known(place)) => {
@@ -158,11 +168,17 @@ impl Incoming {
             if let Err(error) = membership.check(proof, &listener.identity.secret, &self.session) {
                 return Err(LinkDown::new(format!("it speaks of a communicator, but {error}")));
             }
+            let mut place = listener.place;
             if self.protection != *listener.protection {
-                return Err(LinkDown::new("it speaks of a communicator whose connections are protected otherwise"));
+                log::warn!(
+                    "rank {} of a communicator speaks of it on a connection that is protected otherwise than this rank's, \
+                     and is not heard: give `tls` and its files the same values on all ranks",
+                    membership.from
+                );
+                place = None;
             }
-            let known = listener.place.map_or(Speaker::Unheard, Speaker::Known);
-            let (place, stranger) = (listener.place, self.speakers.insert(number, known));
+            let known = place.map_or(Speaker::Unheard, Speaker::Known);
+            let stranger = self.speakers.insert(number, known);
             self.strangers.swap_remove(at);
             if let Some(departed) = self.departed.iter().position(|departed| *departed == number) {
                 self.departed.remove(departed);
@@ -213,5 +229,9 @@ const STRANGERS_MAX: usize = 1024;
 /// How many of those are remembered that have left.
 const DEPARTED_MAX: usize = 256;
 
-/// How many notices are kept for each of them.
-const KEPT_MAX: usize = 16;
+/// How many notices are kept for each of them, and how many of those may be heartbeats.
+const KEPT_MAX: usize = 64;
+const HEARTBEATS_KEPT_MAX: usize = 16;
+
+/// How often a connection is read before the others have their turn.
+const READS_MAX: usize = 64;

@@ -23,6 +23,8 @@ pub(super) struct Links {
 /// A connection to a process that has ended or could not be opened.
 pub(super) struct Cut {
     pub(super) down: LinkDown,
+    /// The two ends had proved themselves.
+    pub(super) has_opened: bool,
     /// For whom it was opened.
     pub(super) opener: Place,
     /// Who used it.
@@ -38,6 +40,11 @@ impl Links {
     /// The connection that leads this way.
     pub(super) fn get(&mut self, way: &Way) -> Option<&mut Outgoing> {
         self.outgoing.get_mut(way)
+    }
+
+    /// The same, to look at.
+    pub(super) fn peek(&self, way: &Way) -> Option<&Outgoing> {
+        self.outgoing.get(way)
     }
 
     /// Keeps a connection that leads this way.
@@ -82,7 +89,8 @@ impl Links {
             match link.write() {
                 Ok(()) => !link.is_over(),
                 Err(down) => {
-                    cuts.push(Cut { down, opener: link.opener, users: link.users().to_vec() });
+                    let (has_opened, opener, users) = (link.has_opened(), link.opener, link.users().to_vec());
+                    cuts.push(Cut { down, has_opened, opener, users });
                     false
                 }
             }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::comm::failure_detector::incoming::Heard;
-use crate::comm::failure_detector::links::Links;
+use crate::comm::failure_detector::links::{Cut, Links};
 use crate::comm::failure_detector::manner::Way;
 use crate::comm::failure_detector::notice::Notice;
 use crate::comm::failure_detector::outgoing::{Member, Outgoing, Place};
@@ -65,12 +65,14 @@ impl PeerMonitor {
         links: &mut Links,
         now: Instant,
     ) {
-        let is_due = self.connector.due().is_none_or(|due| due <= now);
-        if self.number.is_some() || self.end.is_some() {
+        if !self.wants_number() {
             return;
         }
         let place = (member, self.peer);
-        if is_due && links.get(&self.way).is_none() {
+        if links.get(&self.way).is_some() {
+            // This one's own or another's, which has found a way.
+            self.connector.give_up();
+        } else if self.is_due(now) {
             // Looked up before the connection is made: if that succeeds, the process was alive and the number was its own.
             let process = links.find_process(&self.way.process);
             match self.connector.open(self.peer, transports, now) {
@@ -86,15 +88,29 @@ impl PeerMonitor {
         }
     }
 
+    fn wants_number(&self) -> bool {
+        self.number.is_none() && self.end.is_none()
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        self.connector.due().is_none_or(|due| due <= now)
+    }
+
+    /// Whether [`PeerMonitor::connect`] has something to do now.
+    pub(super) fn can_connect(&self, links: &Links, now: Instant) -> bool {
+        self.wants_number() && links.peek(&self.way).map_or_else(|| self.is_due(now), Outgoing::has_opened)
+    }
+
     /// The connection to the neighbour has ended or could not be opened.
-    pub(super) fn cut(&mut self, down: &LinkDown, is_opener: bool, now: Instant) {
+    pub(super) fn cut(&mut self, cut: &Cut, is_opener: bool, now: Instant) {
+        let down = &cut.down;
         self.number = None;
-        if self.is_heard {
+        if self.is_heard && cut.has_opened {
             self.end.get_or_insert((down.cause.clone(), now));
         } else if is_opener && let Err(down) = self.connector.ended(down.clone(), now) {
             self.end.get_or_insert((down.cause, now));
         }
-        // Otherwise it was another communicator's, and perhaps to a process that had this one's number before.
+        // Otherwise it was another communicator's, which goes on to try, and perhaps to a process that had this one's number before.
     }
 
     /// The neighbour begins to speak. False: it does already.
@@ -145,11 +161,13 @@ impl PeerMonitor {
         }
     }
 
-    /// Whether every notice has left this process, or never can.
+    /// Whether every notice has left this process for a neighbour that listens, or never can.
     pub(super) fn is_flushed(&self, links: &mut Links) -> bool {
+        // What a neighbour is told before it has the communicator, it forgets with the connection.
+        let is_listened_to = self.is_heard && self.number.is_some();
         self.end.is_some()
             || self.observed.loss.is_some()
-            || (self.number.is_some() && links.get(&self.way).is_none_or(Outgoing::is_flushed))
+            || (is_listened_to && links.get(&self.way).is_none_or(Outgoing::is_flushed))
     }
 
     /// Whether both sides speak, so that nobody has to connect for this any more.

@@ -96,6 +96,11 @@ impl Notice {
     }
 }
 
+/// Whether bytes are those of a heartbeat, if they are a notice.
+pub(super) fn is_heartbeat(bytes: &[u8]) -> bool {
+    bytes.first() == Some(&HEARTBEAT)
+}
+
 /// A heartbeat's interval, signature and ranks.
 fn encode_body(heartbeat: &Heartbeat) -> Vec<u8> {
     let Signature { operation, dtype, reduction, algorithm, root, count } = heartbeat.signature;

@@ -93,6 +93,11 @@ impl Outgoing {
         self.bytes.is_empty() && self.is_open() && self.stream.flushed().unwrap_or(true)
     }
 
+    /// Whether the two ends have proved themselves.
+    pub(super) fn has_opened(&self) -> bool {
+        self.stream.session().is_some()
+    }
+
     /// Whether the peer has accepted it.
     pub(super) fn is_open(&self) -> bool {
         self.stream.is_open()
@@ -100,7 +105,7 @@ impl Outgoing {
 
     /// Whether nobody needs it any more.
     pub(super) fn is_over(&mut self) -> bool {
-        self.users.is_empty() && (self.is_flushed() || self.stream.session().is_none())
+        self.users.is_empty() && (self.is_flushed() || !self.has_opened())
     }
 
     /// Those who use it.

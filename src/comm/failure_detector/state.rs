@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::gossip::Gossip;
 use super::incoming::{Heard, Incoming, Listener};
-use super::links::Links;
+use super::links::{Cut, Links};
 use super::manner::Protection;
 use super::monitor::PeerMonitor;
 use super::notice::{Notice, RANKS_MAX};
@@ -63,14 +63,11 @@ impl DetectorState {
     /// Accepts and opens connections without blocking.
     pub(super) fn connect(&mut self, member: Member, links: &mut Links, now: Instant) {
         for (from, recv_stream) in self.transports.iter_mut().flat_map(|transport| transport.accept()) {
-            let Some(monitor) = self.monitors.iter_mut().find(|monitor| monitor.peer == from) else {
-                log::debug!("rank {from} is not one that rank {} watches", self.identity.me);
-                continue;
-            };
-            let link = Incoming::new(recv_stream, (member, from), self.protection.clone());
-            if let Some(link) = link.filter(|_| monitor.begin_to_hear()) {
-                links.accept(link);
-            }
+            // Where nobody listens to it, other communicators of its process may have joined it.
+            let monitor = self.monitors.iter_mut().find(|monitor| monitor.peer == from);
+            let listens = monitor.is_some_and(PeerMonitor::begin_to_hear);
+            let link = Incoming::new(recv_stream, listens.then_some((member, from)), self.protection.clone());
+            link.into_iter().for_each(|link| links.accept(link));
         }
         for monitor in &mut self.monitors {
             monitor.connect(member, &self.identity, &mut self.transports, links, now);
@@ -97,10 +94,15 @@ impl DetectorState {
     }
 
     /// The connection to `peer` has ended or could not be opened.
-    pub(super) fn cut(&mut self, peer: Rank, down: &LinkDown, is_opener: bool, now: Instant) {
+    pub(super) fn cut(&mut self, peer: Rank, cut: &Cut, is_opener: bool, now: Instant) {
         if let Some(monitor) = self.monitor(peer) {
-            monitor.cut(down, is_opener, now);
+            monitor.cut(cut, is_opener, now);
         }
+    }
+
+    /// Whether [`DetectorState::connect`] has something to do now.
+    pub(super) fn can_connect(&self, links: &Links, now: Instant) -> bool {
+        self.monitors.iter().any(|monitor| monitor.can_connect(links, now))
     }
 
     /// What is new. Passes it on.

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::envelope::{self, Content};
 use super::incoming::{Heard, Incoming, Listener, Listeners};
+use super::links::Cut;
 use super::manner::{Manner, Way};
 use super::monitor::PeerMonitor;
 use super::notice::Notice;
@@ -21,7 +22,7 @@ use crate::sys::poller::Poller;
 use crate::sys::process::ProcessId;
 use crate::transport::auth::{Identity, Membership, Secret};
 use crate::transport::shm::{RingSettings, ShmTransport};
-use crate::transport::{RecvStream, Transport};
+use crate::transport::{Accepted, Detour, RecvStream, SendStream, Transport};
 use crate::types::Rank;
 
 /// A process. Its number is its rank in all communicators.
@@ -29,6 +30,8 @@ struct Process {
     number: u32,
     poller: Poller,
     watch: Watch,
+    /// When its thread would check again although nothing happens.
+    next: Option<Instant>,
 }
 
 /// What a rank has found.
@@ -43,7 +46,7 @@ enum Found {
 fn processes() -> [Process; 2] {
     [0, 1].map(|number| {
         let poller = Poller::new().expect("a poller");
-        Process { number, watch: Watch::new(poller.clone()), poller }
+        Process { number, watch: Watch::new(poller.clone()), poller, next: None }
     })
 }
 
@@ -65,7 +68,13 @@ impl Process {
     }
 
     /// Begins to watch the other rank of a communicator, which is at `address`.
-    fn add(&mut self, identity: Identity, manner: &Manner, transport: ShmTransport, address: Vec<u8>) -> Member {
+    fn add(
+        &mut self,
+        identity: Identity,
+        manner: &Manner,
+        transport: impl Transport + 'static,
+        address: Vec<u8>,
+    ) -> Member {
         let peer = Rank(1 - self.number);
         let process = ProcessId::imagined("nowhere".to_owned(), peer.0 as i32);
         let way = Way { process, host_id: "host".to_owned(), manner: manner.clone() };
@@ -78,6 +87,7 @@ impl Process {
     /// What a check finds.
     fn check(&mut self) -> Vec<(Member, Found)> {
         let checked = self.watch.check(Instant::now());
+        self.next = checked.next;
         let found = checked.findings.into_iter().flat_map(|(registration, findings)| {
             let gone = findings.departed.into_iter().map(|gone| Found::Gone(gone.how, gone.cause));
             let alive = findings.heartbeats.into_iter().map(|heartbeat| Found::Heartbeat(heartbeat.round));
@@ -86,10 +96,42 @@ impl Process {
         found.collect()
     }
 
+    /// Whether its thread would wake now.
+    fn is_due(&self) -> bool {
+        let mut named = Vec::new();
+        let is_ready = self.poller.look(&mut named).expect("a look") || !named.is_empty();
+        is_ready || self.next.is_some_and(|next| next <= Instant::now())
+    }
+
     fn send_heartbeat(&mut self, member: Member, round: u32) {
         let ranks = vec![Rank(self.number)];
         let heartbeat = Heartbeat { sequence: 1, signature: Signature::default(), round, again_millis: 500, ranks };
         lock(&self.watch.registration(member).expect("it is there").own_heartbeats).push(heartbeat);
+    }
+}
+
+/// A transport that only accepts, for want of something.
+struct Lacking(ShmTransport);
+
+impl Transport for Lacking {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.0.address()
+    }
+
+    fn open(&mut self, _: Rank, _: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
+        Err(LinkDown::lacking("no descriptors"))
+    }
+
+    fn accept(&mut self) -> Vec<Accepted> {
+        self.0.accept()
+    }
+
+    fn accepting_until(&self) -> Option<Instant> {
+        self.0.accepting_until()
     }
 }
 
@@ -103,13 +145,20 @@ fn join(both: &mut [Process; 2], comm: u8, manners: [&Manner; 2], secrets: [u8; 
     [both[0].add(first, manners[0], one, to_second), both[1].add(second, manners[1], other, to_first)]
 }
 
-/// Checks both, often enough for everything to arrive.
+/// Checks both, as they have been woken, and then as often as their threads would, until nothing happens any more.
 fn run(both: &mut [Process; 2]) -> [Vec<(Member, Found)>; 2] {
-    let mut found = [vec![], vec![]];
-    for _ in 0..20 {
+    let mut found = both.each_mut().map(Process::check);
+    let (mut checks, mut quiet) = (0, 0);
+    while quiet < 20 {
+        quiet += 1;
         for (process, found) in both.iter_mut().zip(&mut found) {
-            found.extend(process.check());
+            if process.is_due() {
+                found.extend(process.check());
+                (checks, quiet) = (checks + 1, 0);
+            }
         }
+        assert!(checks < 1000, "its thread would never sleep");
+        std::thread::sleep(Duration::from_micros(100));
     }
     found
 }
@@ -242,8 +291,11 @@ fn connections_that_are_made_or_protected_otherwise_are_not_shared() {
 
 #[test]
 fn who_does_not_know_the_secret_is_not_heard() {
-    for (secrets, theirs) in [([2, 3], manner(|_| {})), ([2, 2], manner(|config| config.tls = Switch::On))] {
-        let (mut both, plain) = (processes(), manner(|_| {}));
+    let plain = manner(|_| {});
+    let lie = ([2, 3], plain.clone());
+    let protected = ([2, 2], manner(|config| config.tls = Switch::On));
+    for (is_lie, (secrets, theirs)) in [(true, lie), (false, protected)] {
+        let mut both = processes();
         let [_, first] = join(&mut both, 1, [&plain; 2], [1; 2]);
         run(&mut both);
         let [_, listener] = join(&mut both, 2, [&plain, &theirs], secrets);
@@ -251,8 +303,81 @@ fn who_does_not_know_the_secret_is_not_heard() {
         let found = run(&mut both);
         assert!(!found[1].contains(&(listener, Found::Heartbeat(5))), "{found:?}");
         let is_lost = |(member, found): &_| *member == first && matches!(found, Found::Gone(Departure::Lost, _));
-        assert!(found[1].iter().any(is_lost), "what carries a false proof is dropped: {found:?}");
+        assert_eq!(found[1].iter().any(is_lost), is_lie, "what carries a false proof is dropped: {found:?}");
     }
+}
+
+#[test]
+fn one_that_cannot_connect_takes_the_connection_of_another_and_sleeps() {
+    let (mut both, plain) = (processes(), manner(|_| {}));
+    let identities = [0, 1].map(|me| identity(1, me, 1));
+    let [one, other] = [0, 1].map(|me: usize| both[me].transport(&identities[me]));
+    let (to_second, to_first) = (other.address(), one.address());
+    let [first, second] = identities;
+    let turned_away = both[0].add(first, &plain, Lacking(one), to_second);
+    assert_eq!(both[0].check(), []);
+    assert_eq!(links(&both)[0].0, 0, "it will try again");
+    let members = join(&mut both, 2, [&plain; 2], [2; 2]);
+    let its = both[1].add(second, &plain, other, to_first);
+    assert_eq!(run_long(&mut both), [vec![], vec![]]);
+    both[0].send_heartbeat(turned_away, 4);
+    both[1].send_heartbeat(members[1], 5);
+    let heard = [vec![(members[0], Found::Heartbeat(5))], vec![(its, Found::Heartbeat(4))]];
+    assert_eq!(run(&mut both), heard);
+}
+
+#[test]
+fn an_opening_that_fails_is_no_end_of_a_neighbour_that_is_heard() {
+    let route = || Route { transport: 0, address: vec![] };
+    let process = ProcessId::imagined("nowhere".to_owned(), 1);
+    let way = Way { process, host_id: "host".to_owned(), manner: manner(|_| {}) };
+    let later = |begin: Instant| begin + Duration::from_secs(1);
+    for (has_opened, is_lost) in [(false, false), (true, true)] {
+        let mut monitor = PeerMonitor::new(Rank(1), 2, Connector::new([route(), route()]), way.clone());
+        assert!(monitor.begin_to_hear());
+        let place = (Member(0), Rank(1));
+        let cut = Cut { down: LinkDown::unfit("elsewhere"), has_opened, opener: place, users: vec![place] };
+        let now = Instant::now();
+        monitor.cut(&cut, true, now);
+        assert_eq!(monitor.check(later(now)).loss.is_some(), is_lost, "has opened: {has_opened}");
+    }
+}
+
+#[test]
+fn a_goodbye_waits_for_the_neighbour_to_be_there() {
+    let (mut both, plain) = (processes(), manner(|_| {}));
+    let [_, kept] = join(&mut both, 1, [&plain; 2], [1; 2]);
+    run(&mut both);
+    let identities = [0, 1].map(|me| identity(2, me, 2));
+    let [one, other] = [0, 1].map(|me: usize| both[me].transport(&identities[me]));
+    let (to_second, to_first) = (other.address(), one.address());
+    let [first, second] = identities;
+    let early = both[0].add(first, &plain, one, to_second);
+    both[0].watch.leave(early, &Notice::Goodbye);
+    assert_eq!(run(&mut both), [vec![], vec![]]);
+    assert!(!both[0].watch.flush(early), "who forgets it with the connection has not got it");
+    both[1].add(second, &plain, other, to_first);
+    assert_eq!(run(&mut both), [vec![], vec![]]);
+    assert!(both[0].watch.flush(early));
+    both[0].watch.remove(early);
+    assert_eq!(run_long(&mut both), [vec![], vec![]]);
+    both[0].send_heartbeat(Member(0), 1);
+    assert_eq!(run(&mut both)[1], [(kept, Found::Heartbeat(1))]);
+}
+
+#[test]
+fn of_what_comes_early_heartbeats_are_the_first_to_be_dropped() {
+    let heartbeat =
+        Heartbeat { sequence: 1, signature: Signature::default(), round: 1, again_millis: 9, ranks: vec![] };
+    let heartbeat = Content::Notice(Notice::Heartbeat(heartbeat).encode());
+    let mut messages = vec![(3, joins(1, 8))];
+    messages.extend((0..100).map(|_| (3, heartbeat.clone())));
+    messages.push((3, Content::Notice(Notice::Goodbye.encode())));
+    messages.push((3, Content::Leave));
+    let (heard, result) = hear(&messages);
+    assert_eq!((heard.len(), result), (1 + 16 + 2, Ok(())));
+    let place = (Member(0), Rank(1));
+    assert_eq!(heard[17..], [(place, Heard::Notice(Notice::Goodbye.encode())), (place, Heard::Left)]);
 }
 
 /// A connection on which somebody has said these bytes, and who hears it.
@@ -318,7 +443,7 @@ fn hear(messages: &[(u32, Content)]) -> (Vec<(Place, Heard)>, Result<(), LinkDow
     let mut bytes = Vec::new();
     messages.iter().for_each(|(number, content)| envelope::encode(&mut bytes, *number, content));
     let protection = manner.protection.clone();
-    let incoming = Incoming::new(Box::new(Said { bytes, session }), (Member(9), Rank(1)), protection);
+    let incoming = Incoming::new(Box::new(Said { bytes, session }), Some((Member(9), Rank(1))), protection);
     let mut ears = Ears { identity, manner, heard: vec![] };
     let result = incoming.expect("it has a session").read(&mut ears);
     (ears.heard, result)
@@ -362,7 +487,8 @@ fn what_breaks_the_rules_of_a_connection_ends_it() {
     let passing = |(number, join): &(u32, Content)| [(*number, join.clone()), (*number, Content::Leave)];
     let many: Vec<(u32, Content)> = strangers.iter().flat_map(passing).collect();
     assert_eq!(hear(&many), (vec![], Ok(())), "those that have left are forgotten");
-    let cases: [(&[(u32, Content)], &str); 5] = [
+    let cases: [(&[(u32, Content)], &str); 6] = [
+        (&[strangers[0].clone(), (1, Content::Leave), (1, notice())], "news under number 1, which is of nobody"),
         (&[strangers[0].clone(), (1, Content::Leave), (1, Content::Leave)], "took back number 1, which is of nobody"),
         (&[(4, notice())], "news under number 4, which is of nobody"),
         (&[(4, Content::Leave)], "took back number 4, which is of nobody"),

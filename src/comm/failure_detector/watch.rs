@@ -188,10 +188,10 @@ impl Watch {
     }
 
     fn take_cuts(&mut self, cuts: Vec<Cut>, now: Instant) {
-        for Cut { down, opener, users } in cuts {
-            for (member, peer) in users {
-                if let Some(entry) = self.entries.by_member.get_mut(&member) {
-                    entry.state.cut(peer, &down, (member, peer) == opener, now);
+        for cut in cuts {
+            for (member, peer) in &cut.users {
+                if let Some(entry) = self.entries.by_member.get_mut(member) {
+                    entry.state.cut(*peer, &cut, (*member, *peer) == cut.opener, now);
                 }
             }
         }
@@ -216,6 +216,9 @@ impl Watch {
             return Some(now);
         }
         let entries = || self.entries.by_member.values();
+        if entries().any(|entry| entry.state.can_connect(&self.links, now)) {
+            return Some(now);
+        }
         let checks = entries().filter_map(|entry| entry.state.next_check());
         let closing = entries().filter_map(|entry| entry.closing);
         let idle = self.idle.map(|since| since + CLOSING_TIMEOUT);
