@@ -232,13 +232,14 @@ def test_a_message_arrives_though_one_network_breaks(loser: int, moment: str, tl
 def carried() -> int:
     """How many bytes this host has sent over the second cable."""
     [interface] = json.loads(ip("-s", "-j", "link", "show", "dev", "wire1"))
-    return interface["stats64"]["tx"]["bytes"]
+    return int(interface["stats64"]["tx"]["bytes"])
 
 
 def counts(folder: str) -> dict[str, int]:
-    """What this rank's flight recorder tells of its connections to the other, by the one communicator that has several."""
+    """What this rank tells of its connections to the other, in the one communicator that has several."""
     ncclx_rs.dump(folder)
     dumps = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    rails: dict[str, int]
     [rails] = [peer["rails"] for dump in dumps for peer in dump["peers"] if peer["rails"]]
     return rails
 
