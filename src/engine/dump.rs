@@ -12,7 +12,7 @@ use crate::engine::flight_recorder::Record;
 use crate::engine::progress::Engine;
 use crate::sys::numa::Home;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::RingStats;
+use crate::transport::{RailStats, RingStats};
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
@@ -57,6 +57,8 @@ struct Peer<'a> {
     devices: Vec<String>,
     /// How the TCP connection to it does, or did until it was lost, if there is one.
     link: Option<TcpStats>,
+    /// What has become of the TCP connections to it, if there are several.
+    rails: Option<RailStats>,
     /// How the shared memory through which its messages come is read, if they do.
     ring: Option<RingStats>,
 }
@@ -174,6 +176,7 @@ impl Engine {
                         transport,
                         devices: devices.unwrap_or_default(),
                         link: endpoints.tcp_stats(rank),
+                        rails: endpoints.rail_stats(rank),
                         ring: endpoints.ring_stats(rank),
                     }
                 })

@@ -20,7 +20,7 @@ use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
 use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RingStats, Transport, Watcher};
+use crate::transport::{RailStats, RingStats, Transport, Watcher};
 use crate::types::Rank;
 
 /// What a look has found.
@@ -134,6 +134,11 @@ impl Endpoints {
     /// What the kernel knows of the connection to `peer`, if there is one, or knew when it was lost.
     pub(crate) fn tcp_stats(&self, peer: Rank) -> Option<TcpStats> {
         self.peers.get(peer).and_then(|peer| peer.outbox.tcp_stats().or(peer.last_tcp_stats))
+    }
+
+    /// What has become of the connections to `peer`, if there are several, or had when it was lost.
+    pub(crate) fn rail_stats(&self, peer: Rank) -> Option<RailStats> {
+        self.peers.get(peer).and_then(|peer| peer.outbox.rail_stats().or(peer.last_rail_stats))
     }
 
     /// The name of the transport by which `peer` is reached, once this rank has talked to it, and what bytes go through where that
@@ -738,6 +743,7 @@ impl Endpoints {
         log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);
         entry.lost = Some(cause);
         entry.last_tcp_stats = entry.outbox.tcp_stats();
+        entry.last_rail_stats = entry.outbox.rail_stats();
         self.lost.push_back(peer);
     }
 

@@ -8,7 +8,7 @@ use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::SendStream;
+use crate::transport::{RailStats, SendStream};
 
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
 #[derive(Debug)]
@@ -244,6 +244,11 @@ impl Outbox {
     /// What the kernel knows of the connection, if it is one.
     pub(crate) fn tcp_stats(&self) -> Option<TcpStats> {
         self.send_stream.as_ref().and_then(|send_stream| send_stream.tcp_stats())
+    }
+
+    /// What has become of the connections, if there are several.
+    pub(crate) fn rail_stats(&self) -> Option<RailStats> {
+        self.send_stream.as_ref().and_then(|send_stream| send_stream.rail_stats())
     }
 
     /// What bytes go through, where the transport chooses that.

@@ -67,6 +67,19 @@ pub struct RingStats {
     pub owned: Option<u32>,
 }
 
+/// What has become of the connections of a stream that has several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct RailStats {
+    /// How many it is to have.
+    pub rails: usize,
+    /// How many work.
+    pub working: usize,
+    /// How often one has broken, or could not be opened.
+    pub dropped: u64,
+    /// How often one of these was opened again.
+    pub reopened: u64,
+}
+
 /// The sending end of a stream.
 pub trait SendStream: Send {
     /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none. They need not outlive the call.
@@ -107,6 +120,11 @@ pub trait SendStream: Send {
 
     /// The kernel's statistics of the connection, if the stream is one.
     fn tcp_stats(&self) -> Option<TcpStats> {
+        None
+    }
+
+    /// What has become of the connections, if the stream has several.
+    fn rail_stats(&self) -> Option<RailStats> {
         None
     }
 

@@ -33,6 +33,27 @@ fn collectives_over_several_connections_are_right() {
 }
 
 #[test]
+fn the_flight_recorder_tells_how_many_connections_work() {
+    let told = |streams: &'static str| {
+        world_hinted(Wire::Tcp, 2, LIMIT, &[("tcp_streams", streams)], |comm| {
+            exchange(comm);
+            // Those that are not needed may still be on their way.
+            let rails = loop {
+                let dump: serde_json::Value = serde_json::from_str(&comm.dump("asked for")).expect("JSON");
+                let rails = dump["peers"][0]["rails"].clone();
+                if rails.is_null() || rails["working"] == 3 {
+                    break rails;
+                }
+            };
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("both are there");
+            rails
+        })
+    };
+    let all = serde_json::json!({"rails": 3, "working": 3, "dropped": 0, "reopened": 0});
+    assert_eq!((told("1"), told("3")), (vec![serde_json::Value::Null; 2], vec![all; 2]));
+}
+
+#[test]
 fn a_rank_that_leaves_at_once_has_sent_everything() {
     for turn in 0..20u8 {
         world_hinted(Wire::Tcp, 2, LIMIT, &[("tcp_streams", "4")], move |comm| {

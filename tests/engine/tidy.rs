@@ -134,7 +134,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         &[
             &["failures", "greeting", "paths", "rails", "tender"],
             &["channel", "connect"],
-            &["rail_recv", "rail_send"],
+            &["rail_recv", "reopening"],
+            &["rail_send"],
             &["tests"],
         ],
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import logging
 import os
 import re
@@ -11,11 +12,13 @@ import select
 import statistics
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import ncclx_rs
 import pytest
@@ -224,6 +227,62 @@ def test_a_message_arrives_though_one_network_breaks(loser: int, moment: str, tl
     assert rail in sender[0] and sender[0].endswith("; 1 go on without it"), sender
     rail = "connections from rank 0, rail 2 of 2 (wire1, 10.213.9.2 from 10.213.9.1:"
     assert rail in receiver[0] and "the other end has given it up; 1 go on without it" in receiver[0], receiver
+
+
+def carried() -> int:
+    """How many bytes this host has sent over the second cable."""
+    [interface] = json.loads(ip("-s", "-j", "link", "show", "dev", "wire1"))
+    return int(interface["stats64"]["tx"]["bytes"])
+
+
+def counts(folder: str) -> dict[str, int]:
+    """What this rank tells of its connections to the other, in the one communicator that has several."""
+    ncclx_rs.dump(folder)
+    dumps = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    rails: dict[str, int]
+    [rails] = [peer["rails"] for dump in dumps for peer in dump["peers"] if peer["rails"]]
+    return rails
+
+
+def lose_a_network_for_a_while(rank: int, size: int, loser: int, times: int) -> tuple[int, dict[str, int]]:
+    """A cable comes off at a rank and is plugged in again, more than once; returns what went over it after that."""
+    log = kept()
+    way = group(rank, size, 2)
+    stream = ("of the connections to rank 1, rail 2 of 2", "of the connections from rank 0, rail 2 of 2")[rank]
+    turn = 0
+    for time_lost in range(1, times + 1):
+        for state, word in (("down", " has failed: "), ("up", " is back; 2 work now")):
+            dist.barrier()
+            if rank == loser:
+                ip("link", "set", "wire1", state)
+            dist.barrier()
+            for _ in range(3):
+                send(rank, turn, way)
+                turn += 1
+            # While nobody uses the stream.
+            while len([line for line in log.lines if stream in line and word in line]) < time_lost:
+                time.sleep(0.05)
+    dist.barrier()
+    before = carried()
+    for _ in range(6):
+        send(rank, turn, way)
+        turn += 1
+    dist.barrier()
+    over = carried() - before
+    with tempfile.TemporaryDirectory() as folder:
+        found = counts(folder) if rank == 0 else {}
+    dist.barrier()
+    return over, found
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+@pytest.mark.parametrize("tls", ["off", "on"])
+def test_a_network_that_comes_back_is_used_again(loser: int, tls: str) -> None:
+    with two_networks("200mbit") as names:
+        sender, _ = run(lose_a_network_for_a_while, names, loser, 2, NCCLX_RS_TLS=tls, NCCLX_RS_LOG="warn")
+    over, rails = sender
+    assert over > LONG, sender
+    assert rails == {"rails": 2, "working": 2, "dropped": 2, "reopened": 2}, rails
 
 
 def leave(rank: int, size: int) -> None:

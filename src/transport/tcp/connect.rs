@@ -371,7 +371,7 @@ fn attempt(is_last: bool, timeout: PeerTimeout) -> Duration {
 }
 
 /// How long one address is tried while there are others.
-const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {

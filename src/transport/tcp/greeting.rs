@@ -21,6 +21,9 @@ pub(super) struct Greeting {
     pub(super) rail: usize,
     /// How many rails the stream is to have.
     pub(super) rails: usize,
+    /// 0 for the connections that the stream begins with. For one that takes the place of a rail that was dropped, how many of
+    /// those the opener has begun, this one included: of two for one rail, the one with the greater number is meant.
+    pub(super) generation: u32,
 }
 
 impl Greeting {
@@ -28,7 +31,8 @@ impl Greeting {
         let byte = |number: usize| u8::try_from(number).expect("there are few rails");
         let mut bytes = [0; GREETING_BYTES];
         bytes[..16].copy_from_slice(&self.token);
-        bytes[16..].copy_from_slice(&[byte(self.rail), byte(self.rails)]);
+        bytes[16..18].copy_from_slice(&[byte(self.rail), byte(self.rails)]);
+        bytes[18..].copy_from_slice(&self.generation.to_le_bytes());
         bytes
     }
 
@@ -40,7 +44,8 @@ impl Greeting {
                 TcpStreams::MAX
             )));
         }
-        Ok(Greeting { token: std::array::from_fn(|i| bytes[i]), rail, rails })
+        let generation = u32::from_le_bytes(std::array::from_fn(|i| bytes[18 + i]));
+        Ok(Greeting { token: std::array::from_fn(|i| bytes[i]), rail, rails, generation })
     }
 }
 
@@ -48,7 +53,7 @@ impl Greeting {
 pub(super) const JOINED: [u8; 1] = [1];
 
 /// The size of a greeting.
-pub(super) const GREETING_BYTES: usize = 18;
+pub(super) const GREETING_BYTES: usize = 22;
 
 /// An accepted connection, with what has come of its greeting.
 #[derive(Debug)]
@@ -97,7 +102,7 @@ mod tests {
 
     #[test]
     fn a_greeting_names_a_rail_that_there_is() {
-        let greeting = Greeting { token: [7; 16], rail: 15, rails: 16 };
+        let greeting = Greeting { token: [7; 16], rail: 15, rails: 16, generation: 0x0102_0304 };
         assert_eq!(Greeting::decode(&greeting.encode()), Ok(greeting));
         for (rail, rails) in [(0, 0), (2, 2), (0, 17), (255, 3)] {
             let refused = Greeting::decode(&Greeting { rail, rails, ..greeting }.encode()).unwrap_err();

@@ -8,6 +8,7 @@ pub(super) mod paths;
 mod rail_recv;
 mod rail_send;
 mod rails;
+mod reopening;
 mod tender;
 
 use std::collections::VecDeque;
@@ -18,7 +19,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use crate::config::TcpStreams;
-use crate::error::{Down, LinkDown};
+use crate::error::LinkDown;
 use crate::sync::{Arc, Weak};
 use crate::sys::net::{self, Interface};
 use crate::sys::poller::{Interest, Poller, Watched};
@@ -26,11 +27,12 @@ use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
 use crate::transport::tcp::channel::TcpRecvStream;
-use crate::transport::tcp::connect::{Connection, Held};
+use crate::transport::tcp::connect::Held;
 use crate::transport::tcp::greeting::{Caller, Greeting};
 use crate::transport::tcp::paths::{Target, paths};
 use crate::transport::tcp::rail_recv::{Joining, Rails};
 use crate::transport::tcp::rail_send::{RailSendStream, SendRails};
+use crate::transport::tcp::reopening::Opener;
 use crate::transport::tcp::tender::Tender;
 use crate::transport::tls::{Stream, Tls};
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
@@ -62,22 +64,23 @@ fn is_one(streams: &usize) -> bool {
 struct Bundle {
     from: Rank,
     token: [u8; 16],
-    /// How many rails it is to have.
-    rails: usize,
-    /// Those that have come.
-    come: Vec<usize>,
+    /// For each that has come, the generation of the last connection.
+    come: Vec<Option<u32>>,
     joining: Weak<Joining>,
 }
 
 impl Bundle {
     /// Whether rails may come, which belong to no other stream, also if this one has ended.
     fn is_expecting(&self) -> bool {
-        self.joining.strong_count() > 0 || self.come.len() < self.rails
+        self.joining.strong_count() > 0 || self.come.contains(&None)
     }
 
-    /// Where a rail joins the stream; none if it may not.
-    fn joining(&self, rail: usize, rails: usize) -> Option<Arc<Joining>> {
-        self.joining.upgrade().filter(|_| rails == self.rails && !self.come.contains(&rail))
+    /// Where a rail joins the stream; none if it may not. A later connection for one takes its place, also where this end does not
+    /// know yet that the one before is broken.
+    fn joining(&self, greeting: &Greeting) -> Option<Arc<Joining>> {
+        let Greeting { rail, rails, generation, .. } = *greeting;
+        let is_new = || self.come[rail].is_none_or(|come| come < generation);
+        self.joining.upgrade().filter(|_| rails == self.come.len() && is_new())
     }
 }
 
@@ -182,15 +185,16 @@ impl TcpTransport {
 
     /// Takes a connection in that has proved itself: as a stream, or as a rail of one.
     fn take_in(&mut self, from: Rank, mut caller: Watched<Caller>, greeting: Option<Greeting>) -> Option<Accepted> {
-        let Some(Greeting { token, rail, rails }) = greeting.filter(|greeting| greeting.rails > 1) else {
+        let Some(greeting) = greeting.filter(|greeting| greeting.rails > 1) else {
             return Some((from, Box::new(TcpRecvStream::new(caller))));
         };
-        let me = self.identity.me;
+        let (me, Greeting { token, rail, rails, generation }) = (self.identity.me, greeting);
         self.bundles.retain(Bundle::is_expecting);
         let known = self.bundles.iter().position(|bundle| bundle.from == from && bundle.token == token);
         let joining = match known {
-            Some(place) => self.bundles[place].joining(rail, rails),
-            None => (rails <= self.streams.get()).then(Arc::<Joining>::default),
+            Some(place) => self.bundles[place].joining(&greeting),
+            // A rail is opened again for a stream that there is. This end may have forgotten one that it has ended.
+            None => (generation == 0 && rails <= self.streams.get()).then(Arc::<Joining>::default),
         };
         let Some(joining) = joining else {
             log::warn!("rank {me}: rail {} of {rails} of rank {from} was refused: no stream expects it", rail + 1);
@@ -200,12 +204,14 @@ impl TcpTransport {
             log::debug!("rank {me}: a rail of rank {from} was dropped: {down}");
             return None;
         }
-        joining.push(rail, caller);
+        joining.push(rail, generation, caller);
         if let Some(place) = known {
-            self.bundles[place].come.push(rail);
+            self.bundles[place].come[rail] = Some(generation);
             return None;
         }
-        self.bundles.push(Bundle { from, token, rails, come: vec![rail], joining: Arc::downgrade(&joining) });
+        let mut come = vec![None; rails];
+        come[rail] = Some(generation);
+        self.bundles.push(Bundle { from, token, come, joining: Arc::downgrade(&joining) });
         Some((from, Box::new(TcpRecvStream::new(Rails::new(me, from, rails, &self.poller, joining)))))
     }
 }
@@ -222,24 +228,22 @@ impl Transport for TcpTransport {
 
     fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         let Address { hosts, port, streams } = Address::parse(address)?;
-        let (token, rails) = (rand::random(), self.streams.get().min(streams).max(1));
-        let begin = |rail: usize, targets: VecDeque<Target>| {
-            let (identity, tls) = (self.identity.clone(), self.tls.clone());
-            let connection = Connection::begin(identity, tls, peer, targets, &self.poller, self.timeout, rails);
-            connection.map(|connection| connection.with((streams > 1).then_some(Greeting { token, rail, rails })))
+        let rails = self.streams.get().min(streams).max(1);
+        let opener = Opener {
+            identity: self.identity.clone(),
+            tls: self.tls.clone(),
+            peer,
+            poller: self.poller.clone(),
+            timeout: self.timeout,
+            token: (streams > 1).then(rand::random),
+            paths: paths(&self.advertise, &hosts, port, rails),
         };
-        let mut paths = paths(&self.advertise, &hosts, port, rails);
         if rails == 1 {
-            return Ok(Box::new(begin(0, paths.swap_remove(0))?.counted_in(&self.held)));
+            return Ok(Box::new(opener.begin(0)?.counted_in(&self.held)));
         }
-        let mut send_rails = SendRails::new(self.identity.me, peer, rails, &self.poller, &self.held);
-        for (rail, targets) in paths.into_iter().enumerate() {
-            match begin(rail, targets) {
-                Ok(connection) => send_rails.add(rail, connection),
-                // What this process lacks, it may lack for all of them.
-                Err(down) if down.kind == Down::Lacking => return Err(down),
-                Err(down) => send_rails.miss(rail, down),
-            }
+        let mut send_rails = SendRails::new(opener, &self.held);
+        for rail in 0..rails {
+            send_rails.begin(rail)?;
         }
         let tender = self.tender().map_err(|error| shortage::while_opening(error, self.identity.size, rails))?;
         Ok(Box::new(RailSendStream::new(send_rails, &tender)))

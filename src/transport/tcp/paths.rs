@@ -32,6 +32,17 @@ pub(super) fn paths(own: &[Interface], theirs: &[IpAddr], port: u16, rails: usiz
     (0..rails).map(path).collect()
 }
 
+/// What to try for a rail that is to be opened again, which went its `last` way if it was ever open: its own network, and where
+/// that did not lead there, the one that did. By the way of another rail it would carry nothing that this one does not.
+pub(super) fn again(path: &VecDeque<Target>, last: Option<Target>) -> VecDeque<Target> {
+    match path.front() {
+        Some(own @ Target { source: Some(_), .. }) => {
+            std::iter::once(*own).chain(last.filter(|last| last != own)).collect()
+        }
+        _ => path.clone(),
+    }
+}
+
 /// The networks: from where to where. None for a peer on this host.
 fn pairs(own: &[Interface], theirs: &[IpAddr]) -> Vec<(IpAddr, IpAddr)> {
     let is_own = |address: &IpAddr| own.iter().any(|interface| interface.address == *address);
@@ -66,6 +77,12 @@ fn pairs(own: &[Interface], theirs: &[IpAddr]) -> Vec<(IpAddr, IpAddr)> {
         }
     }
     pairs
+}
+
+/// From where to where a connection goes.
+pub(super) fn target(socket: &TcpStream) -> Option<Target> {
+    let source = socket.local_addr().ok()?.ip();
+    Some(Target { source: Some(source), address: socket.peer_addr().ok()? })
 }
 
 /// From which interface and address a connection goes, and `over` to which address or from which.
@@ -135,6 +152,21 @@ mod tests {
         assert_eq!(first(TWO, &["10.0.0.1", "10.0.1.1"], 2), ["any to 10.0.0.1"; 2]);
         let bridge = [("eth0", "10.0.0.1/24"), ("docker0", "172.17.0.1/16")];
         assert_eq!(first(&bridge, &["10.0.0.2", "172.17.0.1"], 2), ["10.0.0.1 to 10.0.0.2"; 2]);
+    }
+
+    #[test]
+    fn a_rail_that_is_opened_again_tries_its_network_and_the_way_that_it_went() {
+        let theirs = ["10.0.0.2", "10.0.1.2"].map(|address| address.parse().unwrap());
+        let path = &paths(&host(TWO), &theirs, 9, 2)[1];
+        let [own, other] = ["10.0.1", "10.0.0"].map(|net| Target {
+            source: Some(format!("{net}.1").parse().unwrap()),
+            address: format!("{net}.2:9").parse().unwrap(),
+        });
+        assert_eq!((again(path, None), again(path, Some(own))), ([own].into(), [own].into()));
+        assert_eq!(again(path, Some(other)), [own, other], "it had taken the other's");
+        // Where the system chooses.
+        let path = &paths(&host(TWO), &["10.0.0.1".parse().unwrap()], 9, 2)[1];
+        assert_eq!(again(path, Some(own)), *path);
     }
 
     #[test]

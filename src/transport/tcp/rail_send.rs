@@ -1,21 +1,21 @@
 //! The sending end of a stream over several connections.
 
 use std::io::IoSlice;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Down, LinkDown};
 use crate::sync::{Arc, Mutex, Weak, lock};
-use crate::sys::poller::{Poller, StreamName};
+use crate::sys::poller::StreamName;
 use crate::sys::socket;
 use crate::sys::tcp_info::{self, TcpStats, UnderWay};
 use crate::transport::tcp::connect::{Connection, Held, Holding};
 use crate::transport::tcp::failures::{Alarm, Failures};
-use crate::transport::tcp::paths::way;
+use crate::transport::tcp::paths::{target, way};
 use crate::transport::tcp::rails::link::{Link, Lost};
 use crate::transport::tcp::rails::sender::Sender;
+use crate::transport::tcp::reopening::{Opener, Reopening};
 use crate::transport::tcp::tender::{Tended, Tender};
-use crate::transport::{PATIENCE_WITH_CALLS, SendStream};
-use crate::types::Rank;
+use crate::transport::{PATIENCE_WITH_CALLS, RailStats, SendStream};
 
 /// A connection that is open.
 struct Rail {
@@ -56,36 +56,51 @@ impl RailSendStream {
 
 /// The rails of a stream.
 pub(super) struct SendRails {
-    me: Rank,
-    peer: Rank,
-    /// Those that are being opened, by number.
+    /// Those that are being opened for the first time, by number.
     opening: Vec<(usize, Connection)>,
+    reopening: Reopening,
     sender: Sender<Rail>,
     failures: Failures,
     /// Why the last rail that does not work does not.
     last: Option<LinkDown>,
     /// What the rails have carried that work no longer.
     carried: Option<TcpStats>,
+    /// How often one has broken or could not be opened, and how often one was opened again.
+    dropped: u64,
+    reopened: u64,
     holding: Holding,
     /// Names the stream after something has been done for it that the poller would have told of.
     nudge: Alarm,
 }
 
 impl SendRails {
-    /// To `peer`, over up to so many rails, which are added.
-    pub(super) fn new(me: Rank, peer: Rank, rails: usize, poller: &Poller, held: &Held) -> Self {
-        let name = StreamName::To(peer);
+    /// Over rails that are opened so, which are to be begun.
+    pub(super) fn new(opener: Opener, held: &Held) -> Self {
+        let (me, name, rails, poller) =
+            (opener.identity.me, StreamName::To(opener.peer), opener.paths.len(), &opener.poller);
         SendRails {
-            me,
-            peer,
             opening: Vec::new(),
             sender: Sender::new(rails),
             failures: Failures::new(me, name, rails, poller),
             last: None,
             carried: None,
+            dropped: 0,
+            reopened: 0,
             holding: Holding::counted_in(held),
             nudge: Alarm::new(poller, name),
+            reopening: Reopening::new(opener),
         }
+    }
+
+    /// Begins to open a rail.
+    pub(super) fn begin(&mut self, number: usize) -> Result<(), LinkDown> {
+        match self.reopening.opener().begin(number) {
+            Ok(connection) => self.add(number, connection),
+            // What this process lacks, it may lack for all of them.
+            Err(down) if down.kind == Down::Lacking => return Err(down),
+            Err(down) => self.miss(number, down),
+        }
+        Ok(())
     }
 
     /// Adds a rail, which is being opened.
@@ -94,10 +109,22 @@ impl SendRails {
     }
 
     /// Does without a rail that cannot be opened.
-    pub(super) fn miss(&mut self, number: usize, down: LinkDown) {
+    fn miss(&mut self, number: usize, down: LinkDown) {
         self.failures.note(number, format_args!("cannot be opened: {down}"));
         self.sender.miss(number);
+        self.reopening.fails(number, Instant::now());
+        self.dropped += 1;
         self.last = Some(down);
+    }
+
+    /// Has a rail carry bytes, of which this is the way.
+    fn join(&mut self, number: usize, connection: Connection) -> Result<String, LinkDown> {
+        socket::limit_unsent(connection.socket(), UNSENT_BYTES)?;
+        let (way, opener) = (way(connection.socket(), "to"), self.reopening.opener());
+        log::debug!("rank {}: rail {} to rank {}: {way}", opener.identity.me, number + 1, opener.peer);
+        self.reopening.works(number, target(connection.socket()), Instant::now());
+        self.sender.add(number, Rail { connection, way: way.clone() });
+        Ok(way)
     }
 
     /// Advances the connections that are being opened.
@@ -108,10 +135,7 @@ impl SendRails {
                 Ok(false) => place += 1,
                 Ok(true) => {
                     let (number, connection) = self.opening.remove(place);
-                    socket::limit_unsent(connection.socket(), UNSENT_BYTES)?;
-                    let way = way(connection.socket(), "to");
-                    log::debug!("rank {}: rail {} to rank {}: {way}", self.me, number + 1, self.peer);
-                    self.sender.add(number, Rail { connection, way });
+                    self.join(number, connection)?;
                 }
                 Err(down) => {
                     let (number, _) = self.opening.remove(place);
@@ -120,6 +144,45 @@ impl SendRails {
             }
         }
         Ok(())
+    }
+
+    /// Begins to open the rails again whose time has come, as long as the stream goes on.
+    fn reopen(&mut self) {
+        if self.sender.working() == 0 {
+            return;
+        }
+        let now = Instant::now();
+        for number in self.reopening.take_due(now) {
+            let generation = self.sender.reopen(number);
+            if let Err(down) = self.reopening.begin(number, generation, now) {
+                self.fail_again(number, &down);
+            }
+        }
+    }
+
+    /// Advances what is under way to open rails again. Returns how many work now.
+    fn drive_reopening(&mut self) -> usize {
+        let mut back = 0;
+        for (number, outcome) in self.reopening.drive(Instant::now()) {
+            match outcome.and_then(|connection| self.join(number, connection)) {
+                Ok(way) => {
+                    self.failures.note_back(number, &way);
+                    self.reopened += 1;
+                    back += 1;
+                }
+                Err(down) => self.fail_again(number, &down),
+            }
+        }
+        back
+    }
+
+    /// A rail could not be opened again, of which the log has heard that it does not work.
+    fn fail_again(&mut self, number: usize, down: &LinkDown) {
+        let opener = self.reopening.opener();
+        let (me, peer) = (opener.identity.me, opener.peer);
+        log::debug!("rank {me}: rail {} to rank {peer} cannot be opened again yet: {down}", number + 1);
+        self.sender.miss(number);
+        self.reopening.fails(number, Instant::now());
     }
 
     /// Gives those rails up that are silent while others work.
@@ -144,6 +207,8 @@ impl SendRails {
             for Lost { number, link, down } in lost {
                 self.failures.note(number, format_args!("({}) has failed: {down}", link.way));
                 let stats = tcp_info::tcp_stats(link.connection.socket()).ok();
+                self.reopening.fails(number, Instant::now());
+                self.dropped += 1;
                 self.carried = [self.carried, stats].into_iter().flatten().reduce(TcpStats::and);
                 self.last = Some(down);
             }
@@ -157,6 +222,7 @@ impl SendRails {
             return Ok(());
         }
         self.failures.forget();
+        self.reopening.end();
         let down = self.last.clone().unwrap_or_else(|| LinkDown::new("it has no connection"));
         // What was taken is lost, so that no other stream may go on with the rest.
         Err(if self.sender.has_begun() && down.kind != Down::HungUp { LinkDown::new(down.cause) } else { down })
@@ -178,10 +244,12 @@ impl SendRails {
         tls_holds || self.sender.holds_bytes() || self.sender.unacknowledged() >= UNACKNOWLEDGED_MAX
     }
 
-    fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+    pub(super) fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         self.nudge.clear();
         self.open()?;
         let taken = if head.is_empty() && body.iter().all(|slice| slice.is_empty()) {
+            // The poller has named the stream, maybe for an attempt that has come further.
+            self.drive_reopening();
             self.sender.advance();
             0
         } else {
@@ -200,6 +268,19 @@ impl SendRails {
     }
 }
 
+#[cfg(test)]
+impl SendRails {
+    /// How many rails work.
+    pub(super) fn working(&self) -> usize {
+        self.sender.working()
+    }
+
+    /// What tells the stream's user of what was done for it.
+    pub(super) fn nudge(&mut self) -> &mut Alarm {
+        &mut self.nudge
+    }
+}
+
 impl Tended for SendRails {
     fn tend(&mut self) -> bool {
         let (working, is_much) = (self.sender.working(), self.sender.unacknowledged() >= UNACKNOWLEDGED_MAX);
@@ -207,23 +288,30 @@ impl Tended for SendRails {
             self.sender.ask();
         }
         self.give_up_silent();
-        if is_much || self.sender.holds_bytes() || self.sender.working() < working {
+        self.reopen();
+        let back = self.drive_reopening();
+        let is_restless = self.reopening.is_any();
+        if is_much || is_restless || back > 0 || self.sender.holds_bytes() || self.sender.working() < working {
             self.sender.advance();
         }
         let is_ended = self.settle().is_err();
         // What is done here is nothing that the poller tells the stream's user of: an end, room, or what is to be sent again.
-        if is_ended || self.sender.working() < working || (is_much && self.sender.has_room()) {
+        let has_lost = self.sender.working() < working + back;
+        if is_ended || has_lost || back > 0 || (is_much && self.sender.has_room()) {
             self.nudge.set(Duration::ZERO);
         }
         let is_under_way = self.holds() || self.sender.rails().any(|(rail, _)| !is_delivered(rail));
-        !is_ended && (is_under_way || self.failures.is_any())
+        !is_ended && (is_under_way || self.failures.is_any() || self.reopening.is_any())
     }
 }
 
 impl SendStream for RailSendStream {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
-        let taken = lock(&self.rails).write(head, body)?;
-        if taken > 0 {
+        let (taken, is_short) = {
+            let mut rails = lock(&self.rails);
+            (rails.write(head, body)?, rails.reopening.is_any())
+        };
+        if taken > 0 || is_short {
             self.tender.wake();
         }
         Ok(taken)
@@ -251,6 +339,12 @@ impl SendStream for RailSendStream {
         let rails = lock(&self.rails);
         let stats = rails.sender.links().filter_map(|rail| tcp_info::tcp_stats(rail.connection.socket()).ok());
         stats.chain(rails.carried).reduce(TcpStats::and)
+    }
+
+    fn rail_stats(&self) -> Option<RailStats> {
+        let rails = lock(&self.rails);
+        let (all, working) = (rails.reopening.opener().paths.len(), rails.sender.working());
+        Some(RailStats { rails: all, working, dropped: rails.dropped, reopened: rails.reopened })
     }
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {

@@ -1,5 +1,8 @@
 //! A stream through a relay that overhears it.
 
+mod reopened;
+mod tended;
+
 use std::io::{IoSlice, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::mpsc;
@@ -10,6 +13,7 @@ use super::connect::Connection;
 use super::greeting::Greeting;
 use super::paths::Target;
 use super::rail_send::{RailSendStream, SendRails};
+use super::reopening::Opener;
 use super::{Address, TcpTransport};
 use crate::config::Config;
 use crate::sys::net::Interface;
@@ -429,7 +433,7 @@ fn a_rail_joins_the_stream_of_its_own_rank_alone_and_once() {
         let (identity, timeout) = (transport.identity.clone(), transport.timeout);
         let connection =
             Connection::begin(identity, None, Rank(1), targets.into(), &transport.poller, timeout, 3).unwrap();
-        connection.with(Some(Greeting { token: [9; 16], rail, rails: 3 }))
+        connection.with(Some(Greeting { token: [9; 16], rail, rails: 3, generation: 0 }))
     };
     let mut callers = [open(0, 0), open(0, 1), open(2, 1), open(0, 1)];
     let (mut accepted, mut joined) = (Vec::new(), [None; 4]);
@@ -445,7 +449,8 @@ fn a_rail_joins_the_stream_of_its_own_rank_alone_and_once() {
     assert_eq!((from, refused), (vec![Rank(0), Rank(2)], 1), "two streams, and one rail too many");
     // One that comes after the end of its stream joins no other, and one of more rails than are allowed none either.
     drop(accepted);
-    for mut late in [open(0, 2), open(0, 0).with(Some(Greeting { token: [8; 16], rail: 0, rails: 4 }))] {
+    let too_many = Greeting { token: [8; 16], rail: 0, rails: 4, generation: 0 };
+    for mut late in [open(0, 2), open(0, 0).with(Some(too_many))] {
         while late.drive().is_ok() {
             assert!(receiver.accept().is_empty());
         }
@@ -491,6 +496,20 @@ fn over_a_long_distance_four_connections_carry_more_than_twice_as_much_as_one() 
     assert!(four * 2 < one, "{one:?} with one, {four:?} with four");
 }
 
+/// How to open a stream of two connections to rank 1, which listens at this port.
+fn opener(sender: &TcpTransport, port: u16, timeout: PeerTimeout) -> Opener {
+    let target = Target { source: None, address: (Ipv4Addr::LOCALHOST, port).into() };
+    Opener {
+        identity: sender.identity.clone(),
+        tls: sender.tls.clone(),
+        peer: Rank(1),
+        poller: sender.poller.clone(),
+        timeout,
+        token: Some([9; 16]),
+        paths: vec![[target].into(); 2],
+    }
+}
+
 /// A stream over two connections of which each may be cut off.
 struct Cuttable {
     sender: TcpTransport,
@@ -501,26 +520,29 @@ struct Cuttable {
     sockets: [[TcpStream; 2]; 2],
 }
 
-impl Cuttable {
-    fn new(tls: &str) -> Cuttable {
+/// The same, with nobody who looks after it.
+struct Untended {
+    sender: TcpTransport,
+    receiver: TcpTransport,
+    rails: SendRails,
+    recv_stream: Box<dyn RecvStream>,
+    sockets: [[TcpStream; 2]; 2],
+}
+
+impl Untended {
+    fn new(tls: &str) -> Untended {
         let config = config(tls, "2");
-        let (mut sender, mut receiver) = (transport(0, &config), transport(1, &config));
+        let (sender, mut receiver) = (transport(0, &config), transport(1, &config));
         let address = Address::parse(&receiver.address()).unwrap();
-        let mut send_rails = SendRails::new(Rank(0), Rank(1), 2, &sender.poller, &sender.held);
-        let (mut near, mut far, mut recv_stream) = (Vec::new(), [None, None], None);
-        for rail in 0..2 {
-            let targets = [Target { source: None, address: (Ipv4Addr::LOCALHOST, address.port).into() }];
-            let (identity, tls) = (sender.identity.clone(), sender.tls.clone());
-            // As streams of data have it: the system does not end a silent connection that has something to send.
-            let timeout = PeerTimeout::WhileIdle(10 * WATCHDOG);
-            let connection =
-                Connection::begin(identity, tls, Rank(1), targets.into(), &sender.poller, timeout, 2).unwrap();
-            near.push(connection.socket().try_clone().unwrap());
-            send_rails.add(rail, connection.with(Some(Greeting { token: [9; 16], rail, rails: 2 })));
-        }
-        let mut send_stream = RailSendStream::new(send_rails, &sender.tender().unwrap());
-        while recv_stream.is_none() || !send_stream.is_open() {
-            send_stream.write(&[], &[]).unwrap();
+        // As streams of data have it: the system does not end a silent connection that has something to send.
+        let opener = opener(&sender, address.port, PeerTimeout::WhileIdle(10 * WATCHDOG));
+        let connections = [0, 1].map(|rail| opener.begin(rail).unwrap());
+        let near = connections.each_ref().map(|connection| connection.socket().try_clone().unwrap());
+        let mut rails = SendRails::new(opener, &sender.held);
+        connections.into_iter().enumerate().for_each(|(rail, connection)| rails.add(rail, connection));
+        let (mut far, mut recv_stream) = ([None, None], None);
+        while recv_stream.is_none() || rails.working() < 2 {
+            rails.write(&[], &[]).unwrap();
             for Proved { rank, stream, received, .. } in receiver.proved() {
                 far[received.unwrap().rail] = Some(stream.stream.socket().try_clone().unwrap());
                 recv_stream = receiver.take_in(rank, stream, received).or(recv_stream);
@@ -528,7 +550,15 @@ impl Cuttable {
         }
         let sockets: Vec<_> = near.into_iter().zip(far).map(|(near, far)| [near, far.unwrap()]).collect();
         let (_, recv_stream) = recv_stream.unwrap();
-        Cuttable { sender, receiver, send_stream, recv_stream, sockets: sockets.try_into().unwrap() }
+        Untended { sender, receiver, rails, recv_stream, sockets: sockets.try_into().unwrap() }
+    }
+}
+
+impl Cuttable {
+    fn new(tls: &str) -> Cuttable {
+        let Untended { mut sender, receiver, rails, recv_stream, sockets } = Untended::new(tls);
+        let send_stream = RailSendStream::new(rails, &sender.tender().unwrap());
+        Cuttable { sender, receiver, send_stream, recv_stream, sockets }
     }
 
     /// Nothing that either end of the connection sends arrives any more, of which no end is told.

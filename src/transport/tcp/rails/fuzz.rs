@@ -56,15 +56,31 @@ fn byte(place: u64) -> u8 {
     (place.wrapping_mul(2_654_435_761) >> 9) as u8
 }
 
-/// Whatever pieces come on whichever rails, each byte is read at its place, and the stream ends.
+/// A later connection for a rail.
+struct Later {
+    number: usize,
+    generation: u32,
+    link: Trickle,
+    /// After how many reads it comes.
+    after: usize,
+}
+
+/// Whatever pieces come on whichever rails, of which some come again, each byte is read at its place, and the stream ends.
 fn pieces(mut input: Input<'_>) {
     let (rails, room) = (usize::from(input.byte() % 3) + 1, usize::from(input.byte()) + 1);
     let mut links: Vec<Trickle> =
         (0..rails).map(|_| Trickle { step: usize::from(input.byte()) + 1, ..Trickle::default() }).collect();
-    let mut is_garbled = false;
+    let (mut is_garbled, mut later): (bool, Vec<Later>) = Default::default();
     while !input.is_empty() {
         let kind = input.byte();
-        let link = &mut links[usize::from(kind) % rails];
+        let number = usize::from(kind) % rails;
+        if (0xe0..0xf0).contains(&kind) {
+            let link = Trickle { step: usize::from(input.byte()) + 1, ..Trickle::default() };
+            later.push(Later { number, generation: input.byte().into(), link, after: input.byte().into() });
+            continue;
+        }
+        let newest = later.iter_mut().rev().find(|later| later.number == number);
+        let link = newest.map_or(&mut links[number], |later| &mut later.link);
         if kind >= 0xf0 {
             is_garbled = true;
             link.bytes.extend_from_slice(input.take(20));
@@ -72,14 +88,18 @@ fn pieces(mut input: Input<'_>) {
         }
         let (offset, len, asks) = (input.number(), usize::from(input.byte()), kind & 0x40 != 0);
         let given_up = if kind & 0x80 != 0 { input.byte().into() } else { 0 };
-        link.bytes.extend_from_slice(&PieceHeader { offset, len, asks, given_up }.encode());
+        let generation = if kind & 0x20 != 0 { input.byte().into() } else { 0 };
+        link.bytes.extend_from_slice(&PieceHeader { offset, len, asks, given_up, generation }.encode());
         link.bytes.extend((0..len as u64).map(|place| byte(offset.wrapping_add(place))));
     }
-    let most: usize = links.iter().map(|link| link.bytes.len()).sum();
+    let most: usize = links.iter().chain(later.iter().map(|later| &later.link)).map(|link| link.bytes.len()).sum();
     let mut receiver = Receiver::new(rails);
-    links.into_iter().enumerate().for_each(|(number, link)| receiver.add(number, link));
+    links.into_iter().enumerate().for_each(|(number, link)| assert!(receiver.add(number, 0, link)));
     let (mut into, mut place) = (vec![0; room], 0);
-    for _ in 0..=2 * most + 2 {
+    for reads in 0..=2 * most + 2 + usize::from(u8::MAX) {
+        for Later { number, generation, link, .. } in later.extract_if(.., |later| later.after <= reads) {
+            receiver.add(number, generation, link);
+        }
         match receiver.read(&mut into) {
             Ok(count) => {
                 let is_right = into[..count].iter().zip(place..).all(|(read, place)| *read == byte(place));

@@ -2,7 +2,7 @@
 
 use crate::error::LinkDown;
 
-/// The header of a piece: 16 bytes, little-endian.
+/// The header of a piece: 20 bytes, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PieceHeader {
     /// Where in the stream its first byte belongs.
@@ -11,8 +11,11 @@ pub(super) struct PieceHeader {
     pub(super) len: usize,
     /// Whether the receiver is to acknowledge it, and the pieces before it on this rail.
     pub(super) asks: bool,
-    /// The rails that the sender has given up or could not open, a bit for each.
+    /// The rails that the sender neither has nor is about to open again, a bit for each.
     pub(super) given_up: u16,
+    /// How often the sender had begun to open a rail again when it said so. What it had begun by then is meant, and no connection
+    /// that comes later: on a slow rail, this may come after that.
+    pub(super) generation: u32,
 }
 
 impl PieceHeader {
@@ -21,7 +24,8 @@ impl PieceHeader {
         bytes[..8].copy_from_slice(&self.offset.to_le_bytes());
         bytes[8..12].copy_from_slice(&u32::try_from(self.len).expect("a piece is short").to_le_bytes());
         bytes[12..14].copy_from_slice(&u16::from(self.asks).to_le_bytes());
-        bytes[14..].copy_from_slice(&self.given_up.to_le_bytes());
+        bytes[14..16].copy_from_slice(&self.given_up.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.generation.to_le_bytes());
         bytes
     }
 
@@ -31,6 +35,7 @@ impl PieceHeader {
         let offset = u64::from_le_bytes(std::array::from_fn(|i| bytes[i]));
         let len = u32::from_le_bytes(std::array::from_fn(|i| bytes[8 + i])) as usize;
         let (asks, given_up) = (half(12), half(14));
+        let generation = u32::from_le_bytes(std::array::from_fn(|i| bytes[16 + i]));
         if len > PIECE_MAX || offset.checked_add(len as u64).is_none_or(|end| end > limit) {
             return Err(LinkDown::new(format!(
                 "it sent a piece of {len} bytes at {offset}: expected up to {PIECE_MAX} that end at {limit} at most"
@@ -41,12 +46,12 @@ impl PieceHeader {
                 "it sent a piece with the marks {asks} and {given_up:#x} over {rails} rails"
             )));
         }
-        Ok(PieceHeader { offset, len, asks: asks == 1, given_up })
+        Ok(PieceHeader { offset, len, asks: asks == 1, given_up, generation })
     }
 }
 
 /// The size of a header.
-pub(super) const HEADER_BYTES: usize = 16;
+pub(super) const HEADER_BYTES: usize = 20;
 
 /// The size of an acknowledgement: the number of pieces that have been read on its rail.
 pub(super) const ACK_BYTES: usize = 8;

@@ -20,6 +20,8 @@ struct Incoming {
 /// A rail with what comes on it.
 struct Rail<L> {
     number: usize,
+    /// Which of the stream's connections it is: those that its opener has begun later have greater numbers.
+    generation: u32,
     link: L,
     /// Bytes that were read with a header.
     buffer: Box<[u8]>,
@@ -40,13 +42,27 @@ struct Order {
     ahead: BTreeMap<u64, Vec<u8>>,
     ahead_bytes: u64,
     window: u64,
-    /// How many rails the stream is to have.
-    rails: usize,
-    /// Those that the sender has given up, a bit for each.
-    given_up: u16,
+    /// For each rail that the stream is to have: up to which generation its connections are given up, if any are.
+    given_up: Vec<Option<u32>>,
 }
 
 impl Order {
+    /// Takes down what a header says of rails.
+    fn note_given_up(&mut self, header: PieceHeader) {
+        if header.given_up == 0 {
+            return;
+        }
+        for (number, given_up) in self.given_up.iter_mut().enumerate() {
+            if header.given_up & mark(number) != 0 {
+                *given_up = (*given_up).max(Some(header.generation));
+            }
+        }
+    }
+
+    fn is_given_up(&self, number: usize, generation: u32) -> bool {
+        self.given_up[number] >= Some(generation)
+    }
+
     /// Copies bytes whose turn it is out of what was ahead.
     fn take(&mut self, into: &mut [u8]) -> usize {
         while let Some(first) = self.ahead.first_entry() {
@@ -105,8 +121,8 @@ impl<L: Link> Rail<L> {
             return Ok(false);
         };
         let limit = order.next.saturating_add(order.window);
-        let header = PieceHeader::decode(header, limit, order.rails).map_err(Failure::Stream)?;
-        order.given_up |= header.given_up;
+        let header = PieceHeader::decode(header, limit, order.given_up.len()).map_err(Failure::Stream)?;
+        order.note_given_up(header);
         self.start += HEADER_BYTES;
         self.piece = Some(Incoming { header, done: 0, held: Vec::new() });
         Ok(true)
@@ -226,8 +242,11 @@ enum Failure {
 pub(crate) struct Receiver<L> {
     rails: Vec<Rail<L>>,
     order: Order,
-    /// The rails that have come, and those that were found to be missing, a bit for each.
-    joined: u16,
+    /// For each rail, the generation of the connection that has come last.
+    joined: Vec<Option<u32>>,
+    /// The rails that were told to be missing, a bit for each.
+    missing: u16,
+    is_closed: bool,
     lost: Vec<Lost<L>>,
     /// Why the last rail that ended did.
     last: Option<LinkDown>,
@@ -236,17 +255,27 @@ pub(crate) struct Receiver<L> {
 impl<L: Link> Receiver<L> {
     /// A stream that is to have so many rails, of which it has none yet.
     pub(crate) fn new(rails: usize) -> Self {
-        let (next, ahead, ahead_bytes, given_up) = (0, BTreeMap::new(), 0, 0);
-        let order = Order { next, ahead, ahead_bytes, window: window(rails), rails, given_up };
-        Receiver { rails: Vec::with_capacity(rails), order, joined: 0, lost: Vec::new(), last: None }
+        let (next, ahead, ahead_bytes, given_up) = (0, BTreeMap::new(), 0, vec![None; rails]);
+        let order = Order { next, ahead, ahead_bytes, window: window(rails), given_up };
+        let (joined, missing, is_closed, lost, last) = (vec![None; rails], 0, false, Vec::new(), None);
+        Receiver { rails: Vec::with_capacity(rails), order, joined, missing, is_closed, lost, last }
     }
 
-    /// Adds a rail.
-    pub(crate) fn add(&mut self, number: usize, link: L) {
+    /// Adds a rail, or the next connection of one, which replaces the one before. False: it is none any more, since its opener has
+    /// given it up meanwhile, or the stream has ended.
+    pub(crate) fn add(&mut self, number: usize, generation: u32, link: L) -> bool {
+        if self.is_closed || self.order.is_given_up(number, generation) || self.joined[number] >= Some(generation) {
+            return false;
+        }
+        // Its opener sends what this one has brought, and nobody has acknowledged, by other rails.
+        if let Some(place) = self.rails.iter().position(|rail| rail.number == number) {
+            self.lose(place, LinkDown::new("the other end has opened it again"));
+        }
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
-        let rail = Rail { number, link, buffer, start: 0, end: 0, piece: None, pieces: 0, outgoing: Vec::new() };
-        self.rails.push(rail);
-        self.joined |= mark(number);
+        let (piece, outgoing) = (None, Vec::new());
+        self.rails.push(Rail { number, generation, link, buffer, start: 0, end: 0, piece, pieces: 0, outgoing });
+        self.joined[number] = Some(generation);
+        true
     }
 
     /// How many rails work.
@@ -261,15 +290,19 @@ impl<L: Link> Receiver<L> {
 
     /// The rails of which it is known since this was asked last that they do not come: their opener has given them up.
     pub(crate) fn take_missing(&mut self) -> Vec<usize> {
-        let missing = self.order.given_up & !self.joined;
-        self.joined |= missing;
-        (0..self.order.rails).filter(|number| missing & mark(*number) != 0).collect()
+        let known = self.missing;
+        let is_missing = |number: &usize| self.joined[*number].is_none() && self.order.given_up[*number].is_some();
+        let is_news = |number: &usize| !self.is_closed && known & mark(*number) == 0 && is_missing(number);
+        let news: Vec<usize> = (0..self.joined.len()).filter(is_news).collect();
+        self.missing = news.iter().fold(known, |missing, number| missing | mark(*number));
+        news
     }
 
     /// Why the stream has ended, once no rail works and none is to come.
     fn end(&self) -> Option<LinkDown> {
-        let is_known = |number| (self.joined | self.order.given_up) & mark(number) != 0;
-        if !self.rails.is_empty() || !(0..self.order.rails).all(is_known) {
+        let is_known = |(joined, given_up): (&Option<u32>, &Option<u32>)| joined.is_some() || given_up.is_some();
+        let are_known = || self.joined.iter().zip(&self.order.given_up).all(is_known);
+        if !self.rails.is_empty() || !(self.is_closed || are_known()) {
             return None;
         }
         Some(self.last.clone().unwrap_or_else(|| LinkDown::new("it closed the connection")))
@@ -279,7 +312,7 @@ impl<L: Link> Receiver<L> {
     pub(crate) fn close(&mut self, down: LinkDown) {
         self.rails.clear();
         self.order.ahead.clear();
-        self.joined = u16::MAX;
+        self.is_closed = true;
         self.last = Some(down);
     }
 
@@ -313,7 +346,8 @@ impl<L: Link> Receiver<L> {
     /// Takes the rails out that the sender has given up: it sends what they had by others.
     fn drop_given_up(&mut self) {
         for place in (0..self.rails.len()).rev() {
-            if self.order.given_up & mark(self.rails[place].number) != 0 {
+            let Rail { number, generation, .. } = self.rails[place];
+            if self.order.is_given_up(number, generation) {
                 self.lose(place, LinkDown::new("the other end has given it up"));
             }
         }

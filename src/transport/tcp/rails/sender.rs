@@ -14,8 +14,8 @@ struct Piece {
 }
 
 impl Piece {
-    fn set_marks(&mut self, asks: bool, given_up: u16) {
-        (self.header.asks, self.header.given_up) = (asks, given_up);
+    fn set_marks(&mut self, asks: bool, GivenUp { rails, generation, .. }: GivenUp) {
+        (self.header.asks, self.header.given_up, self.header.generation) = (asks, rails, generation);
         self.bytes[..HEADER_BYTES].copy_from_slice(&self.header.encode());
     }
 }
@@ -27,6 +27,24 @@ struct Unasked {
     pieces: usize,
     /// Where the first of them in the stream belongs.
     first: u64,
+}
+
+/// Which rails carry nothing, and do not come.
+#[derive(Clone, Copy, Default)]
+struct GivenUp {
+    /// A bit for each.
+    rails: u16,
+    /// How often it was begun to open a rail again.
+    generation: u32,
+    /// How often a rail was given up.
+    changes: u64,
+}
+
+impl GivenUp {
+    fn give_up(&mut self, number: usize) {
+        self.rails |= mark(number);
+        self.changes += 1;
+    }
 }
 
 /// A rail with what it carries.
@@ -41,8 +59,8 @@ struct Rail<L> {
     acknowledged: u64,
     /// What was carried since an acknowledgement was asked for last.
     unasked: Option<Unasked>,
-    /// The rails that it has told the receiver are given up.
-    told: u16,
+    /// Up to which change of the rails that are given up it has told the receiver.
+    told: u64,
     /// The bytes of `pieces`.
     bytes: usize,
     /// The beginning of an acknowledgement.
@@ -69,7 +87,7 @@ impl<L: Link> Rail<L> {
     }
 
     /// Takes a piece to carry, once nothing is left of the one before.
-    fn load(&mut self, mut piece: Piece, given_up: u16) {
+    fn load(&mut self, mut piece: Piece, given_up: GivenUp) {
         let PieceHeader { offset, len, .. } = piece.header;
         let mut unasked = self.unasked.unwrap_or(Unasked { bytes: 0, pieces: 0, first: offset });
         unasked.bytes += len;
@@ -79,7 +97,7 @@ impl<L: Link> Rail<L> {
         let asks = len == 0 || unasked.bytes >= ACKNOWLEDGED_BYTES || unasked.pieces >= ACKNOWLEDGED_PIECES;
         self.unasked = (!asks).then_some(unasked);
         piece.set_marks(asks, given_up);
-        self.told = given_up;
+        self.told = given_up.changes;
         self.bytes += piece.header.len;
         self.written = 0;
         self.pieces.push_back(piece);
@@ -125,8 +143,7 @@ pub(crate) struct Sender<L> {
     unacknowledged: BTreeSet<u64>,
     unacknowledged_bytes: usize,
     window: u64,
-    /// The rails that have broken, or do not come, a bit for each.
-    given_up: u16,
+    given_up: GivenUp,
     lost: Vec<Lost<L>>,
     /// Memory of long pieces, to be used again.
     spare: Vec<Vec<u8>>,
@@ -142,7 +159,7 @@ impl<L: Link> Sender<L> {
             unacknowledged: BTreeSet::new(),
             unacknowledged_bytes: 0,
             window: window(rails),
-            given_up: 0,
+            given_up: GivenUp::default(),
             lost: Vec::new(),
             spare: Vec::new(),
         }
@@ -165,7 +182,15 @@ impl<L: Link> Sender<L> {
 
     /// Does without a rail that was to be added, of which the receiver is told.
     pub(crate) fn miss(&mut self, number: usize) {
-        self.given_up |= mark(number);
+        self.given_up.give_up(number);
+    }
+
+    /// Begins to open a rail again that has broken or was missed, which is then to be added, or missed. The generation of its
+    /// connection, which the receiver has to know before that is added.
+    pub(crate) fn reopen(&mut self, number: usize) -> u32 {
+        self.given_up.rails &= !mark(number);
+        self.given_up.generation += 1;
+        self.given_up.generation
     }
 
     /// The rails that work, each with whether a part of a piece waits for room on it.
@@ -260,9 +285,11 @@ impl<L: Link> Sender<L> {
     fn ask_for(&mut self, behind: u64) {
         let (next, given_up) = (self.next, self.given_up);
         self.each(|rail| {
-            let is_due = rail.unasked.is_some_and(|unasked| unasked.first + behind <= next) || rail.told != given_up;
+            let is_due =
+                rail.unasked.is_some_and(|unasked| unasked.first + behind <= next) || rail.told != given_up.changes;
             if is_due && rail.push()? {
-                let header = PieceHeader { offset: next, len: 0, asks: true, given_up };
+                let GivenUp { rails, generation, .. } = given_up;
+                let header = PieceHeader { offset: next, len: 0, asks: true, given_up: rails, generation };
                 rail.load(Piece { header, bytes: header.encode().to_vec() }, given_up);
                 rail.push()?;
             }
@@ -307,7 +334,7 @@ impl<L: Link> Sender<L> {
 
     /// The next `len` bytes behind the first `taken` of `head` and `body`, as a piece.
     fn cut(&mut self, head: &[u8], body: &[IoSlice<'_>], taken: usize, len: usize) -> Piece {
-        let header = PieceHeader { offset: self.next, len, asks: false, given_up: 0 };
+        let header = PieceHeader { offset: self.next, len, asks: false, given_up: 0, generation: 0 };
         let mut bytes = match len {
             0..SPARE_MIN => Vec::with_capacity(HEADER_BYTES + len),
             _ => self.spare.pop().unwrap_or_else(|| Vec::with_capacity(HEADER_BYTES + PIECE_MAX)),
@@ -364,7 +391,7 @@ impl<L: Link> Sender<L> {
         let Rail { number, link, pieces, .. } = self.rails.remove(place);
         let pieces = pieces.into_iter().filter(|piece| piece.header.len > 0);
         self.again.extend(pieces.map(|piece| (piece.header.offset, piece)));
-        self.given_up |= mark(number);
+        self.given_up.give_up(number);
         self.lost.push(Lost { number, link, down });
     }
 }

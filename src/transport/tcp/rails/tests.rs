@@ -117,7 +117,7 @@ fn add(
     wire: &(Simulated, Simulated),
 ) {
     sender.add(rail, wire.0.clone());
-    receiver.add(rail, wire.1.clone());
+    assert!(receiver.add(rail, 0, wire.1.clone()));
 }
 
 /// The ends of a stream over rails with so much room each, and the rails.
@@ -137,26 +137,90 @@ fn byte(place: usize) -> u8 {
     (place.wrapping_mul(2_654_435_761) >> 13) as u8
 }
 
+/// The attempts to open rails again: what the sender has lost, and what is under way.
+#[derive(Default)]
+struct Attempts {
+    lost: Vec<usize>,
+    /// The rail, its generation and its ends, and whether the receiver has it.
+    under_way: Vec<(usize, u32, (Simulated, Simulated), bool)>,
+    /// Connections that the sender has given up, and that come to the receiver all the same.
+    late: Vec<(usize, u32, Simulated)>,
+}
+
+impl Attempts {
+    /// Goes on at random. Returns the rails that work again, with the sender's end.
+    fn go_on(
+        &mut self,
+        (sender, receiver): (&mut Sender<Simulated>, &mut Receiver<Simulated>),
+        room: usize,
+        rng: &mut StdRng,
+    ) -> Vec<(usize, Simulated)> {
+        self.lost.extend(sender.take_lost().into_iter().map(|lost| lost.number));
+        if !self.lost.is_empty() && rng.random_range(0..10) == 0 {
+            let rail = self.lost.swap_remove(rng.random_range(0..self.lost.len()));
+            let pair = Simulated::pair(room, rng.random());
+            self.under_way.push((rail, sender.reopen(rail), pair, false));
+        }
+        let mut back = Vec::new();
+        for (rail, generation, (near, far), is_known) in std::mem::take(&mut self.under_way) {
+            match rng.random_range(0..10) {
+                0 => {
+                    sender.miss(rail);
+                    self.lost.push(rail);
+                    if !is_known && rng.random_range(0..2) == 0 {
+                        self.late.push((rail, generation, far));
+                    }
+                }
+                1 if !is_known => {
+                    assert!(receiver.add(rail, generation, far.clone()), "nobody has given it up");
+                    self.under_way.push((rail, generation, (near, far), true));
+                }
+                1 => {
+                    sender.add(rail, near.clone());
+                    back.push((rail, near));
+                }
+                _ => self.under_way.push((rail, generation, (near, far), is_known)),
+            }
+        }
+        if !self.late.is_empty() && rng.random_range(0..10) == 0 {
+            let (rail, generation, far) = self.late.swap_remove(rng.random_range(0..self.late.len()));
+            receiver.add(rail, generation, far);
+        }
+        back
+    }
+
+    /// Gives up what is under way.
+    fn end(&mut self, sender: &mut Sender<Simulated>) {
+        self.under_way.drain(..).for_each(|(rail, ..)| sender.miss(rail));
+    }
+}
+
 /// Sends messages of random lengths over rails of random speeds, and checks every byte. The rails come at some time or never, and
-/// all but one break at some time.
+/// all but one break at some time. Those are opened again.
 fn run(seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let rails = rng.random_range(1..=5);
     let room = [200, 5_000, 300_000][rng.random_range(0..3)];
     let total = rng.random_range(1..=3 * room.max(50_000));
     let ((mut sender, mut receiver), pairs) = unconnected(&vec![room; rails], seed);
-    let wires: Vec<Simulated> = pairs.iter().map(|(near, _)| near.clone()).collect();
+    let mut wires: Vec<Simulated> = pairs.iter().map(|(near, _)| near.clone()).collect();
     let mut coming: Vec<_> = pairs.iter().enumerate().collect();
     let speeds: Vec<usize> = wires.iter().map(|_| [50, 3_000, 200_000][rng.random_range(0..3)]).collect();
     let survivor = rng.random_range(0..rails);
-    let breaks: Vec<usize> = wires.iter().map(|_| rng.random_range(0..=2 * total / rails)).collect();
+    let mut breaks: Vec<usize> = wires.iter().map(|_| rng.random_range(0..=2 * total / rails)).collect();
     let content: Vec<u8> = (0..total).map(byte).collect();
-    let (mut sent, mut received, mut into) = (0, Vec::new(), vec![0; 100_000]);
+    let (mut sent, mut received, mut into, mut attempts) = (0, Vec::new(), vec![0; 100_000], Attempts::default());
     while received.len() < total {
+        for (rail, near) in attempts.go_on((&mut sender, &mut receiver), room, &mut rng) {
+            (wires[rail], breaks[rail]) = (near, rng.random_range(0..=2 * total / rails));
+        }
         if !coming.is_empty() && (sender.working() == 0 || rng.random_range(0..20) == 0) {
             let (rail, pair) = coming.remove(rng.random_range(0..coming.len()));
             match rng.random_range(0..4) {
-                0 if rail != survivor => sender.miss(rail),
+                0 if rail != survivor => {
+                    sender.miss(rail);
+                    attempts.lost.push(rail);
+                }
                 _ => add((&mut sender, &mut receiver), rail, pair),
             }
         }
@@ -186,17 +250,19 @@ fn run(seed: u64) {
         assert!(received == content[..received.len()], "seed {seed}: the bytes are those that were sent");
     }
     assert_eq!(receiver.read(&mut into).expect("the survivor"), 0, "seed {seed}: nothing comes twice");
-    // Everything is acknowledged in the end, so nothing is kept.
+    attempts.end(&mut sender);
+    // Everything is acknowledged in the end, so nothing is kept, and both ends have the same rails.
     for _ in 0..10_000 {
         sender.ask();
         sender.advance();
         wires.iter().for_each(|wire| wire.carry(1 << 20));
         assert_eq!(receiver.read(&mut into).expect("the survivor"), 0, "seed {seed}: nothing comes twice");
-        if sender.unacknowledged() == 0 && !sender.holds_bytes() {
+        if sender.unacknowledged() == 0 && !sender.holds_bytes() && sender.working() == receiver.working() {
             return;
         }
     }
-    panic!("seed {seed}: {} bytes are never acknowledged", sender.unacknowledged());
+    let rails = [sender.working(), receiver.working()];
+    panic!("seed {seed}: {} bytes are never acknowledged, or the rails differ: {rails:?}", sender.unacknowledged());
 }
 
 #[test]
@@ -378,11 +444,124 @@ fn a_rail_that_one_end_gives_up_is_given_up_by_the_other() {
             received += receiver.read(&mut into).unwrap();
         }
     }
-    let lost =
-        |lost: Vec<Lost<Simulated>>| lost.into_iter().map(|lost| (lost.number, lost.down.cause)).collect::<Vec<_>>();
-    assert_eq!(lost(sender.take_lost()), [0, 2].map(|rail| (rail, "it is silent".to_owned())));
-    assert_eq!(lost(receiver.take_lost()), [0, 2].map(|rail| (rail, "the other end has given it up".to_owned())));
+    assert_eq!(causes(sender.take_lost()), [0, 2].map(|rail| (rail, "it is silent".to_owned())));
+    assert_eq!(causes(receiver.take_lost()), [0, 2].map(|rail| (rail, "the other end has given it up".to_owned())));
     assert_eq!((received, receiver.working(), sender.working()), (10, 1, 1));
+}
+
+/// Which rails were lost, and why.
+fn causes(lost: Vec<Lost<Simulated>>) -> Vec<(usize, String)> {
+    lost.into_iter().map(|lost| (lost.number, lost.down.cause)).collect()
+}
+
+#[test]
+fn a_rail_that_is_opened_again_is_not_taken_for_the_one_that_was_given_up() {
+    let (mut sender, mut receiver, wires) = stream(3, 300_000, 1);
+    let mut into = [0; 100];
+    wires[0].cut();
+    // Both of the others tell, but the second is slow.
+    (0..100).for_each(|_| sender.advance());
+    (0..100).for_each(|_| wires[1].carry(100));
+    assert_eq!(receiver.read(&mut into), Ok(0));
+    assert_eq!((causes(receiver.take_lost()).len(), receiver.working()), (1, 2));
+    let (near, far) = Simulated::pair(300_000, 7);
+    let generation = sender.reopen(0);
+    assert!(receiver.add(0, generation, far));
+    (0..100).for_each(|_| wires[2].carry(100));
+    assert_eq!((receiver.read(&mut into), receiver.working()), (Ok(0), 3), "that was said of the one before");
+    sender.add(0, near.clone());
+    assert_eq!(sender.write(b"some bytes", &[]), 10);
+    let mut received = 0;
+    for _ in 0..100 {
+        sender.advance();
+        [&wires[1], &wires[2], &near].iter().for_each(|wire| wire.carry(100));
+        received += receiver.read(&mut into[received..]).unwrap();
+    }
+    assert_eq!((&into[..received], sender.working(), receiver.working()), (b"some bytes".as_slice(), 3, 3));
+    assert!(near.wire().written > 0);
+    // What it means by the next time is this one.
+    sender.give_up(|rail| Arc::ptr_eq(&rail.wire, &near.wire).then(|| LinkDown::new("it is silent")));
+    for _ in 0..100 {
+        sender.advance();
+        wires[1].carry(100);
+        assert_eq!(receiver.read(&mut into), Ok(0));
+    }
+    assert_eq!(causes(receiver.take_lost()), [(0, "the other end has given it up".to_owned())]);
+}
+
+#[test]
+fn the_next_connection_of_a_rail_takes_the_place_of_the_one_before_within_a_piece() {
+    let (mut sender, mut receiver, wires) = stream(2, 300_000, 1);
+    let (content, mut into): (Vec<u8>, _) = ((0..10_000).map(byte).collect(), [0; 100_000]);
+    // The second rail is silent, so that nobody hears that the first is given up.
+    assert_eq!(sender.write(&content, &[]), content.len());
+    (0..100).for_each(|_| sender.advance());
+    let mut received = 0;
+    while received == 0 {
+        wires[0].carry(1_000);
+        received = receiver.read(&mut into).unwrap();
+    }
+    assert!(received < content.len());
+    sender.give_up(|rail| Arc::ptr_eq(&rail.wire, &wires[0].wire).then(|| LinkDown::new("it is silent")));
+    assert_eq!(causes(sender.take_lost()).len(), 1);
+    let (near, far) = Simulated::pair(300_000, 7);
+    let generations = [sender.reopen(0), sender.reopen(0)];
+    assert!(receiver.add(0, generations[1], far));
+    assert_eq!(causes(receiver.take_lost()), [(0, "the other end has opened it again".to_owned())]);
+    for late in [0, generations[0], generations[1]] {
+        assert!(!receiver.add(0, late, Simulated::pair(1, 1).1), "another has come");
+    }
+    sender.add(0, near.clone());
+    for _ in 0..1_000 {
+        sender.advance();
+        wires[1].carry(100_000);
+        near.carry(100_000);
+        let count = receiver.read(&mut into[received..]).unwrap();
+        received += count;
+    }
+    assert!(into[..received] == content, "{received} bytes");
+    assert_eq!((receiver.working(), causes(receiver.take_lost())), (2, vec![]));
+}
+
+#[test]
+fn an_attempt_that_failed_after_the_receiver_had_taken_it_is_told() {
+    let (mut sender, mut receiver, wires) = stream(2, 300_000, 1);
+    let mut into = [0; 100];
+    let hear = |sender: &mut Sender<Simulated>, receiver: &mut Receiver<Simulated>| {
+        for _ in 0..100 {
+            sender.advance();
+            wires[1].carry(100);
+            assert_eq!(receiver.read(&mut [0; 100]), Ok(0));
+        }
+        (receiver.working(), causes(receiver.take_lost()).len())
+    };
+    wires[0].cut();
+    assert_eq!(hear(&mut sender, &mut receiver), (1, 1));
+    let (_near, far) = Simulated::pair(300_000, 7);
+    let generation = sender.reopen(0);
+    assert!(receiver.add(0, generation, far));
+    assert_eq!(hear(&mut sender, &mut receiver), (2, 0));
+    sender.miss(0);
+    assert_eq!(hear(&mut sender, &mut receiver), (1, 1));
+    assert!(!receiver.add(0, generation, Simulated::pair(1, 1).1), "it is given up");
+    // It is none that the stream waits for.
+    wires[1].cut();
+    assert_eq!(receiver.read(&mut into).unwrap_err().cause, "it was cut");
+}
+
+#[test]
+fn a_rail_that_never_came_may_come_later() {
+    let ((mut sender, mut receiver), wires) = unconnected(&[300_000; 2], 1);
+    add((&mut sender, &mut receiver), 1, &wires[1]);
+    sender.miss(0);
+    for _ in 0..100 {
+        sender.advance();
+        wires[1].0.carry(100);
+        assert_eq!(receiver.read(&mut [0; 100]), Ok(0));
+    }
+    assert_eq!((receiver.take_missing(), receiver.take_missing()), (vec![0], vec![]));
+    assert!(receiver.add(0, sender.reopen(0), wires[0].1.clone()));
+    assert_eq!((receiver.working(), receiver.take_missing()), (2, vec![]));
 }
 
 #[test]
@@ -411,7 +590,7 @@ fn when_the_last_rail_breaks_what_has_come_is_read_and_then_the_end() {
 fn refused(header: PieceHeader) -> String {
     let (mut near, far) = Simulated::pair(1 << 20, 1);
     let mut receiver = Receiver::new(1);
-    receiver.add(0, far);
+    assert!(receiver.add(0, 0, far));
     let bytes = [header.encode().as_slice(), &[1; 64]].concat();
     let mut written = 0;
     while written < bytes.len() {
@@ -423,7 +602,7 @@ fn refused(header: PieceHeader) -> String {
 
 #[test]
 fn pieces_that_cannot_be_are_refused() {
-    let fits = PieceHeader { offset: 0, len: 64, asks: false, given_up: 0 };
+    let fits = PieceHeader { offset: 0, len: 64, asks: false, given_up: 0, generation: 0 };
     assert_eq!(refused(fits), "");
     for wrong in [
         PieceHeader { len: PIECE_MAX + 1, ..fits },
