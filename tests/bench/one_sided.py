@@ -11,8 +11,8 @@ Two ranks, each on a core of its own. A ratio is the other's time by the engine'
     read     rank 0 reads by a transport, one after the other
     there    put and signal there and back, one way of it
 
-`ucx_perftest` does the like of put by `ucp_put_bw`, of read by `ucp_get`, and of there by `ucp_put_lat`. Gloo sends messages. memcpy is
-that of one process while the other does nothing.
+`ucx_perftest` does the like of put by `ucp_put_bw`, of read by `ucp_get`, and of there by `ucp_put_lat`. Gloo sends
+messages. memcpy is that of one process while the other does nothing.
 """
 
 from __future__ import annotations
