@@ -1,5 +1,6 @@
 //! Two processes, as this one imagines them: each has a watch of its own, and nothing moves but when a test says so.
 
+use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use super::envelope::{self, Content};
@@ -17,7 +18,7 @@ use crate::engine::failures::{Departed, Departure};
 use crate::engine::heartbeat::Heartbeat;
 use crate::error::LinkDown;
 use crate::signature::Signature;
-use crate::sync::lock;
+use crate::sync::{Arc, Mutex, lock};
 use crate::sys::poller::Poller;
 use crate::sys::process::ProcessId;
 use crate::transport::auth::{Identity, Membership, Secret};
@@ -110,28 +111,63 @@ impl Process {
     }
 }
 
-/// A transport that only accepts, for want of something.
-struct Lacking(ShmTransport);
+/// A transport that accepts, and opens as a test wants it.
+struct Imagined<F> {
+    accepting: ShmTransport,
+    opening: F,
+}
 
-impl Transport for Lacking {
+impl<F: FnMut() -> Result<Box<dyn SendStream>, LinkDown> + Send> Transport for Imagined<F> {
     fn name(&self) -> &'static str {
-        self.0.name()
+        self.accepting.name()
     }
 
     fn address(&self) -> Vec<u8> {
-        self.0.address()
+        self.accepting.address()
     }
 
     fn open(&mut self, _: Rank, _: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
-        Err(LinkDown::lacking("no descriptors"))
+        (self.opening)()
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        self.0.accept()
+        self.accepting.accept()
     }
 
     fn accepting_until(&self) -> Option<Instant> {
-        self.0.accepting_until()
+        self.accepting.accepting_until()
+    }
+}
+
+/// A connection that opens when it is written to so many times, of which nothing tells, and what it was given then.
+struct Slow {
+    left: u32,
+    said: Arc<Mutex<Vec<u8>>>,
+}
+
+impl SendStream for Slow {
+    fn write(&mut self, _: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
+        self.left = self.left.saturating_sub(1);
+        body.iter().for_each(|bytes| lock(&self.said).extend_from_slice(bytes));
+        Ok(body.iter().map(|bytes| bytes.len()).sum())
+    }
+
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    fn disarm(&mut self) {}
+
+    fn is_open(&self) -> bool {
+        self.left == 0
+    }
+
+    fn session(&self) -> Option<Secret> {
+        self.is_open().then_some(Secret::new([6; 32]))
+    }
+
+    fn flushed(&mut self) -> Result<bool, LinkDown> {
+        Ok(true)
     }
 }
 
@@ -314,7 +350,8 @@ fn one_that_cannot_connect_takes_the_connection_of_another_and_sleeps() {
     let [one, other] = [0, 1].map(|me: usize| both[me].transport(&identities[me]));
     let (to_second, to_first) = (other.address(), one.address());
     let [first, second] = identities;
-    let turned_away = both[0].add(first, &plain, Lacking(one), to_second);
+    let lacking = Imagined { accepting: one, opening: || Err(LinkDown::lacking("no descriptors")) };
+    let turned_away = both[0].add(first, &plain, lacking, to_second);
     assert_eq!(both[0].check(), []);
     assert_eq!(links(&both)[0].0, 0, "it will try again");
     let members = join(&mut both, 2, [&plain; 2], [2; 2]);
@@ -324,6 +361,30 @@ fn one_that_cannot_connect_takes_the_connection_of_another_and_sleeps() {
     both[1].send_heartbeat(members[1], 5);
     let heard = [vec![(members[0], Found::Heartbeat(5))], vec![(its, Found::Heartbeat(4))]];
     assert_eq!(run(&mut both), heard);
+}
+
+#[test]
+fn a_connection_is_used_as_soon_as_it_is_open() {
+    for left in 1..8 {
+        let (mut both, plain) = (processes(), manner(|_| {}));
+        let (identity, said) = (identity(1, 0, 1), Arc::new(Mutex::new(Vec::new())));
+        let its = said.clone();
+        let opening =
+            move || -> Result<Box<dyn SendStream>, LinkDown> { Ok(Box::new(Slow { left, said: its.clone() })) };
+        let transport = Imagined { accepting: both[0].transport(&identity), opening };
+        let member = both[0].add(identity, &plain, transport, vec![]);
+        both[0].send_heartbeat(member, 1);
+        let begun = Instant::now();
+        run(&mut both);
+        while lock(&said).is_empty() {
+            // While it is not open, it is looked after now and then, and never after that.
+            assert!(begun.elapsed() < Duration::from_secs(60), "{left} writes: it was slept through");
+            if both[0].is_due() {
+                both[0].check();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 #[test]
