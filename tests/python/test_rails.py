@@ -249,7 +249,9 @@ def lose_a_network_for_a_while(rank: int, size: int, loser: int, times: int) -> 
     log = kept()
     way = group(rank, size, 2)
     stream = ("of the connections to rank 1, rail 2 of 2", "of the connections from rank 0, rail 2 of 2")[rank]
-    turn = 0
+    # Both rails are open.
+    send(rank, 0, way)
+    turn = 1
     for time_lost in range(1, times + 1):
         for state, word in (("down", " has failed: "), ("up", " is back; 2 work now")):
             dist.barrier()

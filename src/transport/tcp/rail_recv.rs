@@ -222,6 +222,7 @@ mod tests {
         for _ in 0..2 {
             let down = rails.read(&mut [0; 9]).unwrap_err();
             assert_eq!(down.cause, "its connections have ended, and no other came within 10s");
+            assert!(!rails.alarm.is_set(), "nobody reads after the end");
         }
         poller.wait(Some(Duration::from_millis(1))).unwrap();
         assert_eq!((names(&poller), rails.failures.is_any()), (vec![], false), "of its end nothing is left to tell");

@@ -560,6 +560,14 @@ fn a_rail_that_never_came_may_come_later() {
         assert_eq!(receiver.read(&mut [0; 100]), Ok(0));
     }
     assert_eq!((receiver.take_missing(), receiver.take_missing()), (vec![0], vec![]));
+    let vain = sender.reopen(0);
+    sender.miss(0);
+    for _ in 0..100 {
+        sender.advance();
+        wires[1].0.carry(100);
+        assert_eq!(receiver.read(&mut [0; 100]), Ok(0));
+    }
+    assert!(!receiver.add(0, vain, Simulated::pair(1, 1).1), "it was given up before it came");
     assert!(receiver.add(0, sender.reopen(0), wires[0].1.clone()));
     assert_eq!((receiver.working(), receiver.take_missing()), (2, vec![]));
 }
