@@ -18,9 +18,10 @@ use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
+use crate::sync::Arc;
 use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RingStats, Transport, Watcher};
+use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
 use crate::types::Rank;
 
 /// What a look has found.
@@ -541,6 +542,34 @@ impl Endpoints {
         if let Some(peer) = self.peers.get_mut(peer) {
             peer.outbox.invalidate();
         }
+    }
+
+    // ---- reading what peers have exposed ----
+
+    /// What lets peers read this rank's memory, where a transport can.
+    pub(crate) fn exposer(&self) -> Option<Arc<dyn Expose>> {
+        self.transports.iter().find_map(|transport| transport.exposer())
+    }
+
+    /// Begins to read what `peer` has exposed; see [`SendStream::begin_read`](crate::transport::SendStream::begin_read).
+    pub(crate) fn begin_read(&mut self, peer: Rank, token: u64, from: RemoteMemory<'_>) -> Read {
+        let entry = self.peers.get_mut(peer).filter(|peer| peer.lost.is_none() && peer.ending.is_none());
+        entry.map_or(Read::Unable, |peer| peer.outbox.begin_read(token, from))
+    }
+
+    /// Tells of reads that have ended.
+    pub(crate) fn take_reads(&mut self, take: &mut TakeRead<'_>) {
+        self.transports.iter_mut().for_each(|transport| transport.take_reads(take));
+    }
+
+    /// Counts a get that was read in the memory of `peer`.
+    pub(crate) fn count_remote_read(&mut self, peer: Rank) {
+        self.peers.meet(peer).remote_reads += 1;
+    }
+
+    /// How many gets were read in the memory of `peer` without its help.
+    pub(crate) fn remote_reads(&self, peer: Rank) -> u64 {
+        self.peers.get(peer).map_or(0, |peer| peer.remote_reads)
     }
 
     // ---- one operation ----
