@@ -175,7 +175,7 @@ impl Engine {
                         lost: endpoints.lost(rank),
                         transport,
                         devices: devices.unwrap_or_default(),
-                        remote_reads: endpoints.remote_reads(rank),
+                        remote_reads: self.windows.remote_reads(rank),
                         link: endpoints.tcp_stats(rank),
                         ring: endpoints.ring_stats(rank),
                     }

@@ -18,7 +18,6 @@ use crate::engine::inbox::Inbox;
 use crate::engine::outbox::Outbox;
 use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
-use crate::sync::Arc;
 use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
@@ -544,10 +543,8 @@ impl Endpoints {
         }
     }
 
-    // ---- reading what peers have exposed ----
-
     /// What lets peers read this rank's memory, where a transport can.
-    pub(crate) fn exposer(&self) -> Option<Arc<dyn Expose>> {
+    pub(crate) fn exposer(&self) -> Option<crate::sync::Arc<dyn Expose>> {
         self.transports.iter().find_map(|transport| transport.exposer())
     }
 
@@ -560,16 +557,6 @@ impl Endpoints {
     /// Tells of reads that have ended.
     pub(crate) fn take_reads(&mut self, take: &mut TakeRead<'_>) {
         self.transports.iter_mut().for_each(|transport| transport.take_reads(take));
-    }
-
-    /// Counts a get that was read in the memory of `peer`.
-    pub(crate) fn count_remote_read(&mut self, peer: Rank) {
-        self.peers.meet(peer).remote_reads += 1;
-    }
-
-    /// How many gets were read in the memory of `peer` without its help.
-    pub(crate) fn remote_reads(&self, peer: Rank) -> u64 {
-        self.peers.get(peer).map_or(0, |peer| peer.remote_reads)
     }
 
     // ---- one operation ----

@@ -26,8 +26,6 @@ pub(crate) struct Peer {
     pub(crate) lost: Option<String>,
     /// What the kernel knew of the connection to it when it was lost.
     pub(crate) last_tcp_stats: Option<TcpStats>,
-    /// How many gets this rank has read in its memory without its help.
-    pub(crate) remote_reads: u64,
     /// Which rank it said is lost, for which it will leave, and how that was found out.
     pub(crate) reported: Option<(Option<Rank>, String)>,
 }

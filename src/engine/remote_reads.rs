@@ -62,6 +62,8 @@ pub(crate) struct RemoteReads {
     /// By their tokens.
     pieces: HashMap<u64, Piece>,
     next: u64,
+    /// How many gets were read, of each rank.
+    counts: HashMap<Rank, u64>,
 }
 
 impl RemoteReads {
@@ -122,12 +124,18 @@ impl RemoteReads {
                 self.forget_pieces(reading.read.id);
                 ended.push(ReadEnd::Unreadable(reading.read));
             } else if reading.came == reading.read.into.len() {
+                *self.counts.entry(reading.read.peer).or_default() += 1;
                 ended.push(ReadEnd::Read(reading.read.id, reading.read.peer));
             } else {
                 self.list.push(reading);
             }
         }
         moved || !ended.is_empty()
+    }
+
+    /// How many gets of this rank were read.
+    pub(crate) fn count(&self, peer: Rank) -> u64 {
+        self.counts.get(&peer).copied().unwrap_or_default()
     }
 
     /// Gives a get up. True: it was being read.

@@ -189,6 +189,11 @@ impl Windows {
         self.unflushed.range(all).map(|((_, rank), _)| *rank).collect()
     }
 
+    /// How many gets this rank has read in the memory of `peer` without its help.
+    pub(crate) fn remote_reads(&self, peer: Rank) -> u64 {
+        self.reads.count(peer)
+    }
+
     /// The id that the next operation gets.
     pub(crate) fn next_id(&self) -> u64 {
         self.next
@@ -376,7 +381,6 @@ impl Windows {
         for end in ended {
             match end {
                 ReadEnd::Read(id, peer) => {
-                    ctx.endpoints.count_remote_read(peer);
                     self.done(ctx, id);
                     self.release(ctx, peer, None);
                 }

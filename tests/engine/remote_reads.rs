@@ -27,13 +27,7 @@ fn get(comm: &Communicator, window: &Window, from: usize, offset: usize, into: &
     run(comm, OpKind::Get { window: window.id(), from: Rank::from(from), offset }, vec![], vec![buffer(into)])
 }
 
-fn try_get(
-    comm: &Communicator,
-    window: &Window,
-    from: usize,
-    offset: usize,
-    into: &mut [u8],
-) -> Result<Work, Error> {
+fn try_get(comm: &Communicator, window: &Window, from: usize, offset: usize, into: &mut [u8]) -> Result<Work, Error> {
     let kind = OpKind::Get { window: window.id(), from: Rank::from(from), offset };
     comm.submit(Op { mode: Mode::Async, ..op(kind, vec![], vec![buffer(into)]) })
 }

@@ -223,7 +223,7 @@ impl Reader {
     }
 
     fn remote_reads(&self) -> u64 {
-        self.harness.peer.engine.context.endpoints.remote_reads(Rank(1))
+        self.harness.peer.engine.windows.remote_reads(Rank(1))
     }
 }
 
