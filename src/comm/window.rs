@@ -8,8 +8,10 @@ use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
 use crate::engine::region::{Region, Words};
+use crate::engine::remote_reads::Remote;
 use crate::error::{Error, UsageError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
+use crate::sync::Arc;
 use crate::sys::cma;
 use crate::sys::segment::{MappedMemory, SegmentId, SegmentPlace};
 use crate::types::Rank;
@@ -31,11 +33,18 @@ impl Communicator {
                 (Region::default(), 1)
             }
         };
-        let id = self.driver.with_engine(|engine| match engine.closed() {
+        let lent = region.lend();
+        let (id, exposer) = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(REGISTER, how)),
             // Exposed before another rank can learn that this rank has called.
-            None => Ok(engine.windows.expose(region)),
+            None => Ok((engine.windows.expose(region), engine.context.endpoints.exposer())),
         })?;
+        // Without the engine's lock: it may take long.
+        let exposure = exposer.zip(lent).and_then(|(exposer, lent)| exposer.expose(&lent));
+        let key = exposure.as_ref().map_or(Vec::new(), |exposure| words_of(exposure.key()));
+        if let Some(exposure) = exposure {
+            self.driver.with_engine(|engine| engine.windows.keep_exposure(id, exposure));
+        }
         let mappable = match memory.memory() {
             Memory::Host => SegmentPlace::of(memory.ptr() as u64, memory.bytes()),
             Memory::Device(_) => None,
@@ -45,12 +54,17 @@ impl Communicator {
         }
         let [segment, offset, pid] =
             mappable.map_or([0; 3], |place| [place.id.to_bits(), place.offset, place.pid.unsigned_abs().into()]);
-        let exchanged = self.exchange::<TOLD>([id.0, memory.bytes() as u64, place, segment, offset, pid]);
-        let agreed = exchanged.and_then(|answers| self.agree(id, memory, &answers)).and_then(|window| {
+        let (address, key_words) = (memory.ptr() as u64, key.len() as u64);
+        let told = [id.0, memory.bytes() as u64, place, segment, offset, pid, address, key_words];
+        let exchanged = self.exchange(told.to_vec());
+        let agreed = exchanged.and_then(|answers| {
+            let window = self.agree(id, memory, &answers)?;
             if let Memory::Device(device) = memory.memory() {
                 self.device.register_window(self, id, memory, device, self.timeout())?;
             }
             let mapped = self.map_parts(&window)?;
+            let remotes = self.exchange_keys(key, &answers)?;
+            self.driver.with_engine(|engine| engine.windows.set_remotes(id, remotes));
             self.driver.with_engine(|engine| engine.windows.set_layout(self.rank(), window.clone(), mapped));
             Ok(window)
         });
@@ -66,7 +80,7 @@ impl Communicator {
     ///
     /// Also after an error, no rank accesses this rank's memory any more, unless it is a device's and the error says that
     /// accesses are still in flight, or ranks of the host have mapped it: one that was writing may end that first, which concerns
-    /// no other memory.
+    /// no other memory. After an error, a rank whose get is still under way through UCX's `cma` may get what the memory is used for then.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
         let known = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(DEREGISTER, how)),
@@ -159,7 +173,7 @@ impl Communicator {
         if let Err(cause) = &mapped {
             log::debug!("communicator `{}` rank {me}: window {} cannot be mapped: {cause}", self.name(), window.id());
         }
-        let told = self.exchange([u64::from(mapped.is_ok())])?;
+        let told = self.exchange(vec![u64::from(mapped.is_ok())])?;
         Ok(mapped.ok().filter(|_| told.iter().all(|is_mapped| *is_mapped == 1)))
     }
 
@@ -173,9 +187,27 @@ impl Communicator {
         })
     }
 
+    /// Tells every rank by which key it may read this one's part without its help, if any rank has such a key. Returns those of all.
+    fn exchange_keys(&self, mut key: Vec<u64>, answers: &[u64]) -> Result<Vec<Option<Remote>>, Error> {
+        let lengths =
+            || answers.iter().skip(KEY_WORDS).step_by(TOLD).map(|words| usize::try_from(*words).unwrap_or(usize::MAX));
+        let longest = lengths().max().unwrap_or_default();
+        if longest == 0 || longest > KEY_WORDS_MAX {
+            return Ok(Vec::new());
+        }
+        key.resize(longest, 0);
+        let keys = self.exchange(key)?;
+        let remote = |((key, words), told): ((&[u64], usize), &[u64])| {
+            let bytes = key[..words].iter().flat_map(|word| word.to_le_bytes()).collect::<Arc<[u8]>>();
+            (words > 0).then_some(Remote { address: told[ADDRESS], key: bytes })
+        };
+        Ok(keys.chunks_exact(longest).zip(lengths()).zip(answers.chunks_exact(TOLD)).map(remote).collect())
+    }
+
     /// Sends these words to every rank, as a part of a registration, and returns those of all, by rank.
-    fn exchange<const COUNT: usize>(&self, mine: [u64; COUNT]) -> Result<Vec<u64>, Error> {
-        let (mut mine, mut all) = (Words::new(mine.to_vec()), Words::new(vec![0; COUNT * self.size()]));
+    fn exchange(&self, mine: Vec<u64>) -> Result<Vec<u64>, Error> {
+        let (count, ranks) = (mine.len(), self.size());
+        let (mut mine, mut all) = (Words::new(mine), Words::new(vec![0; count * ranks]));
         let op = Op {
             kind: OpKind::AllGather,
             inputs: smallvec![mine.buffer()],
@@ -221,8 +253,19 @@ impl Communicator {
     }
 }
 
-/// The words that each rank tells of its part.
-const TOLD: usize = 6;
+/// The bytes of a key, and zeros behind them, which the library that has made it does not read.
+fn words_of(key: &[u8]) -> Vec<u64> {
+    let word = |bytes: &[u8]| u64::from_le_bytes(std::array::from_fn(|at| bytes.get(at).copied().unwrap_or_default()));
+    key.chunks(size_of::<u64>()).map(word).collect()
+}
+
+/// The words that each rank tells of its part, and which of them say where it lies and how long its key is.
+const TOLD: usize = 8;
+const ADDRESS: usize = 6;
+const KEY_WORDS: usize = 7;
+
+/// No key is longer: it has some bytes for each device.
+const KEY_WORDS_MAX: usize = 512;
 
 const REGISTER: &str = CollectiveKind::WindowRegister.name();
 

@@ -55,6 +55,8 @@ struct Peer<'a> {
     /// The transport by which it is reached, once this rank has talked to it, and the devices that UCX goes through.
     transport: Option<&'static str>,
     devices: Vec<String>,
+    /// The gets of windows that this rank has read in its memory without its help.
+    remote_reads: u64,
     /// How the TCP connection to it does, or did until it was lost, if there is one.
     link: Option<TcpStats>,
     /// What has become of the TCP connections to it, if there are several.
@@ -175,6 +177,7 @@ impl Engine {
                         lost: endpoints.lost(rank),
                         transport,
                         devices: devices.unwrap_or_default(),
+                        remote_reads: self.windows.remote_reads(rank),
                         link: endpoints.tcp_stats(rank),
                         rails: endpoints.rail_stats(rank),
                         ring: endpoints.ring_stats(rank),

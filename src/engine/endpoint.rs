@@ -20,7 +20,7 @@ use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
 use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RailStats, RingStats, Transport, Watcher};
+use crate::transport::{Expose, RailStats, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
 use crate::types::Rank;
 
 /// What a look has found.
@@ -546,6 +546,22 @@ impl Endpoints {
         if let Some(peer) = self.peers.get_mut(peer) {
             peer.outbox.invalidate();
         }
+    }
+
+    /// What lets peers read this rank's memory, where a transport can.
+    pub(crate) fn exposer(&self) -> Option<crate::sync::Arc<dyn Expose>> {
+        self.transports.iter().find_map(|transport| transport.exposer())
+    }
+
+    /// Begins to read what `peer` has exposed; see [`SendStream::begin_read`](crate::transport::SendStream::begin_read).
+    pub(crate) fn begin_read(&mut self, peer: Rank, token: u64, from: RemoteMemory<'_>) -> Read {
+        let entry = self.peers.get_mut(peer).filter(|peer| peer.lost.is_none() && peer.ending.is_none());
+        entry.map_or(Read::Unable, |peer| peer.outbox.begin_read(token, from))
+    }
+
+    /// Tells of reads that have ended.
+    pub(crate) fn take_reads(&mut self, take: &mut TakeRead<'_>) {
+        self.transports.iter_mut().for_each(|transport| transport.take_reads(take));
     }
 
     // ---- one operation ----

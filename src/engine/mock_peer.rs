@@ -16,10 +16,13 @@ use crate::engine::request::Request;
 use crate::error::LinkDown;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
+use crate::sys::lent_bytes::LentBytes;
 use crate::sys::poller::StreamName;
 use crate::sys::team::Team;
 use crate::topo::Topology;
-use crate::transport::{Accepted, Detour, MemoryAddress, RecvStream, SendStream, Transport, Watcher};
+use crate::transport::{
+    Accepted, Detour, MemoryAddress, Read, RecvStream, RemoteMemory, SendStream, TakeRead, Transport, Watcher,
+};
 use crate::types::{DType, Rank, Tag};
 use crate::work::{Drive, Work};
 
@@ -52,6 +55,12 @@ pub(crate) struct MockWire {
     pub(crate) invalidations: u64,
     /// How often rank 0 has.
     pub(crate) engine_invalidations: u64,
+    /// What rank 0 can read of rank 1 without its help, from address 0 on; nothing if it is none.
+    pub(crate) exposed: Option<Vec<u8>>,
+    /// The tokens, addresses and lengths of what rank 0 is reading there, of which three may be under way.
+    pub(crate) reads: Vec<(u64, u64, usize)>,
+    /// Whether that ends, and well.
+    pub(crate) reads_end: Option<bool>,
     /// Whether rank 0's stream to rank 1 is down.
     pub(crate) broken: bool,
     /// Whether rank 0's stream to rank 1 has no room.
@@ -220,6 +229,15 @@ impl Transport for MockTransport {
     fn accepting_until(&self) -> Option<Instant> {
         None
     }
+
+    fn take_reads(&mut self, take: &mut TakeRead<'_>) {
+        let wire = &mut *lock(&self.wire);
+        let (Some(is_well), Some(exposed)) = (wire.reads_end, &wire.exposed) else { return };
+        for (token, address, len) in wire.reads.drain(..) {
+            let bytes = LentBytes::owned(exposed[address as usize..][..len].to_vec());
+            take(token, if is_well { Ok(&bytes) } else { Err("for a test".to_owned()) });
+        }
+    }
 }
 
 fn gone() -> LinkDown {
@@ -269,6 +287,18 @@ impl SendStream for Sending {
 
     fn invalidate(&mut self) {
         lock(&self.0).engine_invalidations += 1;
+    }
+
+    fn begin_read(&mut self, token: u64, from: RemoteMemory<'_>) -> Read {
+        let mut wire = lock(&self.0);
+        match wire.reads.len() {
+            _ if wire.exposed.is_none() => Read::Unable,
+            3.. => Read::Busy,
+            _ => {
+                wire.reads.push((token, from.address, from.len));
+                Read::Begun
+            }
+        }
     }
 
     fn publish_cpu(&mut self, cpu: u32) {

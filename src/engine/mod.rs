@@ -15,6 +15,7 @@
 //! | endpoints | `agenda` | which streams a turn looks at |
 //! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
+//! | | `remote_reads` | what is read in other ranks' memory without their help |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |
 //! | | `relay`, `device_messages` | what collectives on devices send to other hosts, and messages between devices |
@@ -58,6 +59,7 @@ pub(crate) mod recv_buffer;
 pub mod reduce;
 pub(crate) mod region;
 pub(crate) mod relay;
+pub(crate) mod remote_reads;
 pub(crate) mod request;
 pub(crate) mod rndv;
 pub(crate) mod shutdown;

@@ -8,7 +8,7 @@ use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RailStats, SendStream};
+use crate::transport::{RailStats, Read, RemoteMemory, SendStream};
 
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
 #[derive(Debug)]
@@ -93,6 +93,11 @@ impl Outbox {
     pub(crate) fn unsent(&self) -> usize {
         let waiting: usize = self.queue.iter().map(|outgoing| outgoing.body.len() - outgoing.offset).sum();
         waiting.saturating_sub(self.written.saturating_sub(self.head.map_or(0, |head| head.len())))
+    }
+
+    /// Begins to read what the peer has exposed.
+    pub(crate) fn begin_read(&mut self, token: u64, from: RemoteMemory<'_>) -> Read {
+        self.send_stream.as_mut().map_or(Read::Unable, |send_stream| send_stream.begin_read(token, from))
     }
 
     /// Queues a message.

@@ -279,6 +279,7 @@ impl Engine {
         moved |= self.progress_sends();
         moved |= self.collectives.progress(&mut self.context);
         moved |= self.progress_device();
+        moved |= self.windows.progress(&mut self.context);
         if self.context.rndv.has_reads() {
             // What others wait for goes first: reading may take long.
             moved |= self.progress_sends();

@@ -20,6 +20,7 @@ use crate::buffer::Buffer;
 use crate::device::network::NetworkMemory;
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
+use crate::sys::lent_bytes::LentBytes;
 use crate::sys::segment::MappedMemory;
 use crate::sys::team::Team;
 use crate::types::DType;
@@ -124,6 +125,15 @@ impl Region {
             Region::Run(piece) if piece.len > 0 => Some(piece.ptr as u64),
             _ => None,
         }
+    }
+
+    /// The bytes as what other processes may read, if they are in one run. Whoever has it drops it before the region's operation ends:
+    /// for a window, before it is concealed.
+    pub(crate) fn lend(&self) -> Option<Arc<LentBytes>> {
+        let Region::Run(Piece { ptr, len: len @ 1.. }) = *self else { return None };
+        // SAFETY: the buffers' contract keeps the bytes readable and writable for as long as the region may be used, and whoever has
+        // the result, too; of a window's memory the program knows that others access it at any time.
+        Some(Arc::new(unsafe { LentBytes::from_raw(ptr, len, Box::new(())) }))
     }
 
     /// `len` bytes from `offset` on.

@@ -6,7 +6,8 @@
 //! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]). So the
 //! answer to a flush says that what was put before is there. Where all ranks have mapped all parts of a window, puts and gets
 //! are copies that the caller makes, unless something that travels comes before; see
-//! [`Communicator::access`](crate::comm::communicator). A target's elements are added to under the engine's lock, so
+//! [`Communicator::access`](crate::comm::communicator). Where a transport reads the target's memory by itself, so do gets
+//! ([`RemoteReads`]), unless something that this rank has put there is unflushed. A target's elements are added to under the engine's lock, so
 //! accumulations of several ranks do not lose each other.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -21,10 +22,12 @@ use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, WindowParts};
+use crate::engine::remote_reads::{ReadEnd, Remote, RemoteRead, RemoteReads};
 use crate::error::Error;
 use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::sys::segment::MappedMemory;
+use crate::transport::Exposure;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::window::{Window, WindowId};
 use crate::work::Work;
@@ -106,6 +109,10 @@ impl InFlight {
 /// This rank's part of a window.
 struct Exposed {
     region: Region,
+    /// What lets peers read it without this rank's help, where a transport can.
+    exposure: Option<Exposure>,
+    /// The parts that this rank can read so, by rank; empty if there are none.
+    remotes: Vec<Option<Remote>>,
     /// Absent until every rank has told its size.
     window: Option<Window>,
     /// Where all ranks can access all parts themselves.
@@ -129,8 +136,17 @@ struct Queued {
 struct PutOrder {
     /// The put under way that takes more than one frame.
     long: Option<u64>,
-    /// What must not overtake it.
+    /// How many gets are being read in the peer's memory, none of which what comes later may overtake.
+    reads: usize,
+    /// What must not overtake them.
     waiting: VecDeque<Queued>,
+}
+
+impl PutOrder {
+    /// Whether something is under way that others must not overtake.
+    fn is_held(&self) -> bool {
+        self.long.is_some() || self.reads > 0
+    }
 }
 
 /// The windows of one communicator and the operations on them.
@@ -143,6 +159,7 @@ pub(crate) struct Windows {
     flows: HashMap<Rank, PutOrder>,
     /// The last operation that has changed a rank's part, where no flush after it has been answered.
     unflushed: BTreeMap<(WindowId, Rank), u64>,
+    reads: RemoteReads,
 }
 
 impl Windows {
@@ -172,6 +189,11 @@ impl Windows {
         self.unflushed.range(all).map(|((_, rank), _)| *rank).collect()
     }
 
+    /// How many gets this rank has read in the memory of `peer` without its help.
+    pub(crate) fn remote_reads(&self, peer: Rank) -> u64 {
+        self.reads.count(peer)
+    }
+
     /// The id that the next operation gets.
     pub(crate) fn next_id(&self) -> u64 {
         self.next
@@ -185,9 +207,31 @@ impl Windows {
     pub(crate) fn expose(&mut self, region: Region) -> WindowId {
         let id = WindowId(self.registered);
         self.registered += 1;
-        let exposed = Exposed { region, window: None, parts: None, signals: HashMap::new(), waits: HashMap::new() };
+        let exposed = Exposed {
+            region,
+            exposure: None,
+            remotes: Vec::new(),
+            window: None,
+            parts: None,
+            signals: HashMap::new(),
+            waits: HashMap::new(),
+        };
         self.exposed.insert(id, exposed);
         id
+    }
+
+    /// Keeps what lets peers read this rank's part, until it is concealed.
+    pub(crate) fn keep_exposure(&mut self, id: WindowId, exposure: Exposure) {
+        if let Some(exposed) = self.exposed.get_mut(&id) {
+            exposed.exposure = Some(exposure);
+        }
+    }
+
+    /// Notes which parts this rank can read without their ranks' help.
+    pub(crate) fn set_remotes(&mut self, id: WindowId, remotes: Vec<Option<Remote>>) {
+        if let Some(exposed) = self.exposed.get_mut(&id) {
+            exposed.remotes = remotes;
+        }
     }
 
     /// Notes what every rank lends: the window can be used. `mapped` are the other ranks' parts, if all ranks have mapped all.
@@ -284,17 +328,10 @@ impl Windows {
             RmaOp::Flush => {
                 Queued { id, header: frame(FrameKind::Flush, id, 0), body: Body::Empty, completion: Completion::NONE }
             }
-            RmaOp::Get { offset, into } => {
-                let token = GET_TOKENS | id;
-                let signature = Signature { count: offset as u64, ..Signature::default() };
-                let header = Header { signature, ..frame(FrameKind::Get, token, into.len()) };
-                ctx.rndv.expect(
-                    to,
-                    token,
-                    RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 },
-                );
-                Queued { id, header, body: Body::Empty, completion: Completion::NONE }
-            }
+            RmaOp::Get { offset, into } => match self.read(ctx, id, window, to, offset, into) {
+                Ok(()) => return,
+                Err(into) => Windows::get_by_frame(ctx, id, window, to, offset, into),
+            },
             RmaOp::Signal | RmaOp::WaitSignal => {
                 Queued { id, header: frame(FrameKind::Signal, 0, 0), body: Body::Empty, completion }
             }
@@ -303,11 +340,74 @@ impl Windows {
         self.advance(ctx, to);
     }
 
+    /// Begins to read in the peer's memory, where that is possible and nothing that this rank has put there is on its way. Otherwise
+    /// gives back where the bytes go.
+    fn read(
+        &mut self,
+        ctx: &mut OpContext,
+        id: u64,
+        window: WindowId,
+        peer: Rank,
+        offset: usize,
+        into: Region,
+    ) -> Result<(), Region> {
+        let remote = self.exposed.get(&window).and_then(|exposed| exposed.remotes.get(peer.index())?.clone());
+        let is_settled = !self.unflushed.contains_key(&(window, peer))
+            && self.flows.get(&peer).is_none_or(|flow| flow.long.is_none() && flow.waiting.is_empty());
+        let Some(remote) = remote.filter(|_| is_settled) else { return Err(into) };
+        let read = RemoteRead { id, peer, remote, offset, into };
+        self.reads.begin(&mut ctx.endpoints, read).map_err(|read| read.into)?;
+        self.flows.entry(peer).or_default().reads += 1;
+        Ok(())
+    }
+
+    /// The frame that asks the peer for bytes, which are expected.
+    fn get_by_frame(ctx: &mut OpContext, id: u64, window: WindowId, peer: Rank, offset: usize, into: Region) -> Queued {
+        let token = GET_TOKENS | id;
+        let header = Header::control(FrameKind::Get, MatchSpace::PointToPoint, window.0, token, into.len() as u64);
+        let header = Header { signature: Signature { count: offset as u64, ..Signature::default() }, ..header };
+        let completion = Completion { op: OpId::RmaOp(id), step: 0 };
+        ctx.rndv.expect(peer, token, RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 });
+        Queued { id, header, body: Body::Empty, completion: Completion::NONE }
+    }
+
+    /// Goes on with what is read in peers' memory. True: something moved.
+    pub(crate) fn progress(&mut self, ctx: &mut OpContext) -> bool {
+        if self.reads.is_empty() {
+            return false;
+        }
+        let mut ended = Vec::new();
+        let moved = self.reads.progress(&mut ctx.endpoints, &mut ended);
+        for end in ended {
+            match end {
+                ReadEnd::Read(id, peer) => {
+                    self.done(ctx, id);
+                    self.release(ctx, peer, None);
+                }
+                ReadEnd::Unreadable(RemoteRead { id, peer, offset, into, .. }) => {
+                    let Some(window) = self.in_flight.get(&id).map(|op| op.window) else { continue };
+                    let queued = Windows::get_by_frame(ctx, id, window, peer, offset, into);
+                    self.release(ctx, peer, Some(queued));
+                }
+            }
+        }
+        moved
+    }
+
+    /// A get is no longer read in the peer's memory: it is done, or goes by a frame before all that was to follow it.
+    fn release(&mut self, ctx: &mut OpContext, peer: Rank, instead: Option<Queued>) {
+        if let Some(flow) = self.flows.get_mut(&peer) {
+            flow.reads -= 1;
+            instead.into_iter().for_each(|queued| flow.waiting.push_front(queued));
+        }
+        self.advance(ctx, peer);
+    }
+
     /// Gives the outbox what may go to `to` now.
     fn advance(&mut self, ctx: &mut OpContext, to: Rank) {
         let Some(flow) = self.flows.get_mut(&to) else { return };
         let mut now = Vec::new();
-        while flow.long.is_none()
+        while !flow.is_held()
             && let Some(queued) = flow.waiting.pop_front()
         {
             if queued.header.payload() > FRAGMENT_BYTES {
@@ -315,7 +415,7 @@ impl Windows {
             }
             now.push(queued);
         }
-        if flow.long.is_none() {
+        if !flow.is_held() {
             self.flows.remove(&to);
         }
         for Queued { header, body, completion, .. } in now {
@@ -461,7 +561,9 @@ impl Windows {
     fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
         let Some(op) = self.in_flight.remove(&id) else { return };
         ctx.cancel(OpId::RmaOp(id), |_, _| ());
+        let was_read = self.reads.cancel(id);
         if let Some(flow) = self.flows.get_mut(&op.peer) {
+            flow.reads -= usize::from(was_read);
             flow.waiting.retain(|queued| queued.id != id);
             flow.long = flow.long.filter(|long| *long != id);
         }

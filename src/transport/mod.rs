@@ -17,12 +17,16 @@ pub mod tcp;
 pub(crate) mod tls;
 pub mod ucx;
 
+use std::any::Any;
+use std::fmt;
 use std::io::{self, IoSlice};
 use std::time::Instant;
 
 use serde::Serialize;
 
 use crate::error::LinkDown;
+use crate::sync::Arc;
+use crate::sys::lent_bytes::LentBytes;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::segment::{self, SegmentId};
 use crate::sys::tcp_info::TcpStats;
@@ -55,6 +59,64 @@ impl MemoryAddress {
         MemoryAddress { address: self.address.wrapping_add(bytes as u64), ..self }
     }
 }
+
+/// Memory of this process that peers read without its help, by a key, for as long as this lives (UCX: registered memory).
+pub struct Exposure {
+    key: Vec<u8>,
+    _registration: Box<dyn Any + Send>,
+}
+
+impl Exposure {
+    /// The key, and what peers may read by it until that is dropped.
+    pub fn new(key: Vec<u8>, registration: Box<dyn Any + Send>) -> Exposure {
+        Exposure { key, _registration: registration }
+    }
+
+    /// What peers need beside the address.
+    pub fn key(&self) -> &[u8] {
+        &self.key
+    }
+}
+
+impl fmt::Debug for Exposure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "memory with a key of {} bytes", self.key.len())
+    }
+}
+
+/// Exposes memory for a transport, without its lock: to register much memory takes long.
+pub trait Expose: Send + Sync {
+    /// Lets peers read the bytes. None: this transport cannot, or not now.
+    fn expose(&self, bytes: &Arc<LentBytes>) -> Option<Exposure>;
+}
+
+/// Bytes of a peer that it has [exposed](Exposure).
+#[derive(Clone, Copy, Debug)]
+pub struct RemoteMemory<'a> {
+    /// Where they begin in the peer's memory.
+    pub address: u64,
+    /// How many: [`READ_MAX`] at most.
+    pub len: usize,
+    /// By what they are read.
+    pub key: &'a [u8],
+}
+
+/// What came of a read that was to begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// It is under way.
+    Begun,
+    /// So many are under way that this one has to wait.
+    Busy,
+    /// This stream reads nothing.
+    Unable,
+}
+
+/// The most bytes that one read brings.
+pub const READ_MAX: usize = 256 * 1024;
+
+/// What is told of a read that has ended: its token, and the memory that begins with what was read, or why nothing was.
+pub type TakeRead<'a> = dyn FnMut(u64, Result<&LentBytes, String>) + 'a;
 
 /// What the reader of a shared memory ring knows of its link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -114,6 +176,12 @@ pub trait SendStream: Send {
 
     /// Invalidates at once what the peer reads of this process's memory. To be called before memory is used for something else.
     fn invalidate(&mut self) {}
+
+    /// Begins to read what the peer has exposed, without its help. [`Transport::take_reads`] tells of the end, with the token, unless
+    /// the stream goes down.
+    fn begin_read(&mut self, _token: u64, _from: RemoteMemory<'_>) -> Read {
+        Read::Unable
+    }
 
     /// Publishes the CPU on which this rank waits, if the peer may run on it too.
     fn publish_cpu(&mut self, _cpu: u32) {}
@@ -256,6 +324,14 @@ pub trait Transport: Send {
     fn holds_bytes(&self) -> bool {
         false
     }
+
+    /// What lets peers read this process's memory, where the transport can.
+    fn exposer(&self) -> Option<Arc<dyn Expose>> {
+        None
+    }
+
+    /// Tells of reads that have ended since this was asked last. Asked again and again while reads are under way.
+    fn take_reads(&mut self, _take: &mut TakeRead<'_>) {}
 
     /// What this process lacks to accept a stream that a peer may be waiting with, if it does.
     fn shortage(&self) -> Option<String> {

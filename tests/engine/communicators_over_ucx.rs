@@ -34,6 +34,13 @@ fn windows_pass_their_tests_through_ucx() {
 }
 
 #[test]
+fn gets_are_read_in_their_targets_memory_through_ucx() {
+    for way in WAYS {
+        run_through(way, &["remote_reads::"], 5);
+    }
+}
+
+#[test]
 fn failures_pass_their_tests_through_ucx() {
     for way in WAYS {
         run_through(way, &["failures::", "peer_loss::"], 14);

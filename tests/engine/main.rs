@@ -31,6 +31,7 @@ mod peer_loss;
 mod programs;
 mod rails;
 mod rdma;
+mod remote_reads;
 mod rings;
 mod rounds;
 mod schedules;

@@ -55,7 +55,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.
-            &["single_copy", "rndv", "buffered_send"],
+            &["single_copy", "rndv", "buffered_send", "remote_reads"],
             // Protocols, none of which sees another.
             &["context", "collective", "device_accesses", "device_messages", "message", "relay", "window"],
             // The engine.
@@ -143,7 +143,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/transport/ucx/",
         &[
-            &["header", "offer", "ordered"],
+            &["header", "offer", "ordered", "reads"],
             &["link", "mock_peer"],
             &["hub"],
             &["handover"],
@@ -194,7 +194,7 @@ const BESIDE: &[(&str, &[&str])] = &[
     ("src/engine/device_messages", &["context"]),
     ("src/engine/message", &["context"]),
     ("src/engine/relay", &["context"]),
-    ("src/engine/window", &["context"]),
+    ("src/engine/window", &["context", "remote_reads"]),
     ("src/engine/dump", &["progress"]),
     ("src/engine/fast_path", &["progress"]),
     ("src/engine/shutdown", &["progress"]),

@@ -258,12 +258,16 @@ def lose_a_network_for_a_while(rank: int, size: int, loser: int, times: int) -> 
             if rank == loser:
                 ip("link", "set", "wire1", state)
             dist.barrier()
-            for _ in range(3):
+            # While the stream is used: nobody takes a connection in at a rank that does nothing.
+            while True:
                 send(rank, turn, way)
                 turn += 1
-            # While nobody uses the stream.
-            while len([line for line in log.lines if stream in line and word in line]) < time_lost:
-                time.sleep(0.05)
+                heard = len([line for line in log.lines if stream in line and word in line]) >= time_lost
+                all_heard = torch.tensor(int(heard))
+                dist.all_reduce(all_heard, dist.ReduceOp.MIN)
+                if all_heard:
+                    break
+                time.sleep(0.1)
     dist.barrier()
     before = carried()
     for _ in range(6):

@@ -4,6 +4,7 @@ use super::*;
 use crate::engine::mock_peer;
 use crate::engine::reduce::Operands;
 use crate::engine::region::Words;
+use crate::transport::READ_MAX;
 use crate::types::{DType, ReduceOp};
 
 /// Rank 0 with a window of two words, to which rank 1 writes by hand.
@@ -149,4 +150,198 @@ fn a_flush_is_answered_and_an_answer_nobody_waits_for_is_dropped() {
     let answer = |window, token, index| (FrameKind::Flushed, window, token, index);
     assert_eq!(answers, [answer(id, 7, 0), answer(id + 1, 8, 1)]);
     assert!(harness.peer.engine.context.endpoints.lost(Rank(1)).is_none());
+}
+
+/// Rank 0, whose window rank 1 has a part of with `len` bytes that count up, which rank 0 can read.
+struct Reader {
+    harness: Harness,
+    window: WindowId,
+    exposed: Vec<u8>,
+}
+
+const BEGIN: usize = 40;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+impl Reader {
+    fn new(len: usize) -> Reader {
+        let mut harness = Harness::new();
+        let (window, me) = (harness.window, Rank(0));
+        let layout = Window::new(window, vec![16, len], vec![None, None], crate::buffer::Memory::Host);
+        harness.peer.engine.windows.set_layout(me, layout, None);
+        let remote = Remote { address: BEGIN as u64, key: Arc::from([7, 8, 9]) };
+        harness.peer.engine.windows.set_remotes(window, vec![None, Some(remote)]);
+        let exposed: Vec<u8> = (0..len).map(|at| (at % 251) as u8).collect();
+        harness.peer.wire().exposed = Some([&[0; BEGIN][..], &exposed].concat());
+        harness.peer.settle();
+        Reader { harness, window, exposed }
+    }
+
+    /// Submits an operation, without a turn.
+    fn submit(&mut self, access: RmaOp, timeout: Duration) -> Work {
+        let engine = &mut self.harness.peer.engine;
+        let entry = engine.begin(access.call(Rank(1), self.window), access.bytes());
+        let work = Work::new(mock_peer::Harness::no_progress(), entry);
+        let (window, peer) = (self.window, Rank(1));
+        engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
+        work
+    }
+
+    fn get(&mut self, offset: usize, into: &mut Words) -> Work {
+        self.submit(RmaOp::Get { offset, into: Region::of(&[into.buffer()]) }, HOUR)
+    }
+
+    fn put(&mut self, from: &mut Words) -> Work {
+        self.submit(RmaOp::Put { offset: 0, from: Region::of(&[from.buffer()]) }, HOUR)
+    }
+
+    fn reads_end(&mut self, is_well: bool) {
+        self.harness.peer.wire().reads_end = Some(is_well);
+        self.harness.peer.settle();
+    }
+
+    fn reads(&self) -> usize {
+        self.harness.peer.wire().reads.len()
+    }
+
+    /// The kinds of the frames that rank 0 has sent since the last call.
+    fn sent(&mut self) -> Vec<FrameKind> {
+        let sent = std::mem::take(&mut self.harness.peer.wire().from_engine);
+        let (mut rest, mut kinds) = (sent.as_slice(), Vec::new());
+        while !rest.is_empty() {
+            let header = Header::decode(rest).expect("a header").expect("a whole one");
+            rest = &rest[header.size() + header.payload()..];
+            kinds.push(header.kind);
+        }
+        kinds
+    }
+
+    /// As many bytes as `words` has, from `offset` on.
+    fn is_there(&self, words: &Words, offset: usize) -> bool {
+        let bytes: Vec<u8> = words.get().iter().flat_map(|word| word.to_ne_bytes()).collect();
+        self.exposed[offset..][..bytes.len()] == bytes
+    }
+
+    fn remote_reads(&self) -> u64 {
+        self.harness.peer.engine.windows.remote_reads(Rank(1))
+    }
+}
+
+/// One whose stream to rank 1 is open, as after an operation.
+fn reader(len: usize) -> Reader {
+    let mut reader = Reader::new(len);
+    let signal = reader.submit(RmaOp::Signal, HOUR);
+    reader.harness.peer.settle();
+    assert!(signal.is_done() && reader.sent() == [FrameKind::Signal]);
+    reader
+}
+
+#[test]
+fn gets_are_read_without_a_frame_many_at_once_and_in_pieces() {
+    // Of seven pieces, the last one short.
+    let (mut reader, mut short) = (reader(7 * READ_MAX - 8), Words::new(vec![0; 3]));
+    let mut long = Words::new(vec![0; (7 * READ_MAX - 16) / 8]);
+    let (first, second) = (reader.get(5, &mut short), reader.get(3, &mut long));
+    reader.harness.peer.settle();
+    assert_eq!((reader.reads(), first.is_done(), second.is_done()), (3, false, false));
+    reader.reads_end(true);
+    assert_eq!((first.result(), second.result()), (Some(Ok(())), Some(Ok(()))));
+    assert!(reader.is_there(&short, 5) && reader.is_there(&long, 3));
+    assert_eq!((reader.sent(), reader.remote_reads()), (vec![], 2));
+}
+
+#[test]
+fn a_get_that_cannot_be_read_goes_by_a_frame_before_all_that_follows() {
+    for begins in [true, false] {
+        let (mut reader, mut into, mut from) = (reader(64), Words::new(vec![0; 2]), Words::new(vec![1]));
+        if !begins {
+            reader.harness.peer.wire().exposed = None;
+        }
+        let get = reader.get(8, &mut into);
+        let (put, signal) = (reader.put(&mut from), reader.submit(RmaOp::Signal, HOUR));
+        let works = [&get, &put, &signal];
+        if begins {
+            reader.harness.peer.settle();
+            assert_eq!((reader.sent(), works.map(|work| work.is_done())), (vec![], [false; 3]), "they wait");
+            reader.reads_end(false);
+        }
+        reader.harness.peer.settle();
+        assert_eq!(reader.sent(), [FrameKind::Get, FrameKind::Put, FrameKind::Signal]);
+        assert_eq!((works.map(|work| work.is_done()), reader.remote_reads()), ([false, true, true], 0));
+    }
+}
+
+#[test]
+fn what_follows_a_get_that_is_read_waits_for_its_end() {
+    let (mut reader, mut into, mut more) = (reader(64), Words::new(vec![0; 2]), Words::new(vec![0; 2]));
+    let mut from = Words::new(vec![1]);
+    let gets = [reader.get(8, &mut into), reader.get(16, &mut more)];
+    let put = reader.put(&mut from);
+    let late = reader.get(24, &mut into);
+    reader.harness.peer.settle();
+    assert_eq!((reader.reads(), reader.sent(), put.is_done()), (2, vec![], false));
+    reader.reads_end(true);
+    assert!(gets.iter().all(|get| get.result() == Some(Ok(()))) && put.is_done() && !late.is_done());
+    assert_eq!(reader.sent(), [FrameKind::Put, FrameKind::Get], "the last one must see the put");
+}
+
+#[test]
+fn a_get_after_a_put_goes_by_a_frame_until_a_flush_was_answered() {
+    for accumulates in [false, true] {
+        let (mut reader, mut into, mut from) = (reader(64), Words::new(vec![0; 2]), Words::new(vec![1]));
+        let from = Region::of(&[from.buffer()]);
+        let changed = match accumulates {
+            true => RmaOp::Accumulate { offset: 0, from, dtype: DType::U64 },
+            false => RmaOp::Put { offset: 0, from },
+        };
+        reader.submit(changed, HOUR);
+        reader.harness.peer.settle();
+        reader.get(8, &mut into);
+        assert_eq!((reader.reads(), reader.sent().last()), (0, Some(&FrameKind::Get)));
+        let flush = reader.submit(RmaOp::Flush, HOUR);
+        reader.get(8, &mut into);
+        assert_eq!((reader.reads(), reader.sent()), (0, vec![FrameKind::Flush, FrameKind::Get]));
+        let id = reader.harness.peer.engine.windows.next_id() - 2;
+        let window = reader.window.0;
+        reader.harness.send(&Harness::header(FrameKind::Flushed, window, id, 0));
+        assert!(flush.is_done());
+        let read = reader.get(8, &mut into);
+        assert_eq!(reader.reads(), 1);
+        reader.reads_end(true);
+        assert!(read.is_done() && reader.is_there(&into, 8));
+    }
+}
+
+#[test]
+fn what_is_read_for_a_get_that_is_over_goes_nowhere() {
+    let (mut reader, mut into) = (reader(64), Words::new(vec![0; 2]));
+    let late = reader.submit(RmaOp::Get { offset: 0, into: Region::of(&[into.buffer()]) }, Duration::ZERO);
+    let signal = reader.submit(RmaOp::Signal, HOUR);
+    reader.harness.peer.engine.expire(Instant::now());
+    let error = late.result().expect("over").expect_err("its time is over").to_string();
+    assert!(error.contains("rank 1 did not answer"), "{error}");
+    assert!(signal.is_done(), "what waited for it goes on");
+    reader.reads_end(true);
+    assert_eq!((into.get(), reader.remote_reads()), ([0, 0].as_slice(), 0));
+    assert!(reader.harness.peer.engine.is_settled());
+
+    reader.harness.peer.wire().reads_end = None;
+    let cut = reader.get(0, &mut into);
+    let window = reader.window;
+    reader.harness.peer.engine.conceal(window);
+    assert!(matches!(cut.result(), Some(Err(Error::Mismatch { .. }))));
+    reader.reads_end(true);
+    assert_eq!(into.get(), [0, 0]);
+}
+
+#[test]
+fn a_rank_that_is_lost_ends_what_is_read_of_it() {
+    let (mut reader, mut into) = (reader(64), Words::new(vec![0; 2]));
+    let get = reader.get(0, &mut into);
+    reader.harness.peer.wire().broken = true;
+    reader.harness.peer.wire().ended = true;
+    reader.harness.peer.settle();
+    assert!(matches!(get.result(), Some(Err(Error::PeerLost { rank: 1, .. }))), "{:?}", get.result());
+    reader.reads_end(true);
+    assert_eq!(into.get(), [0, 0]);
 }

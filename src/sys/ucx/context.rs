@@ -107,11 +107,14 @@ impl Drop for Context {
 }
 
 /// What a process that sets no variable has otherwise than UCX has it: the name, the variable, the value.
-const SETTINGS: [(&CStr, &str, &CStr); 2] = [
+const SETTINGS: [(&CStr, &str, &CStr); 3] = [
     // Otherwise shared memory reports no peer's death, and is not taken for endpoints that ask for such reports.
     (c"MM_ERROR_HANDLING", "UCX_MM_ERROR_HANDLING", c"y"),
     // Otherwise a registration that has ended stays in a cache, and a device serves who has its key. Known from 1.14 on.
     (c"RCACHE_ENABLE", "UCX_RCACHE_ENABLE", c"n"),
+    // Otherwise the system's reads of other processes' memory are not taken for endpoints that ask for such reports: UCX would have
+    // to revoke keys to memory of messages under way, which are never lent here (`RequestParams::eager`).
+    (c"CMA_MEMORY_INVALIDATE", "UCX_CMA_MEMORY_INVALIDATE", c"y"),
 ];
 
 /// The size of the library's own part of a request: 0 before it is known.
@@ -138,6 +141,7 @@ pub struct RegisteredMemory {
     context: Arc<Context>,
     raw: RawMemory,
     key: Vec<u8>,
+    origin: Origin,
 }
 
 // SAFETY: a handle that nothing changes; the library takes calls of several threads at once.
@@ -171,7 +175,7 @@ impl RegisteredMemory {
         // SAFETY: the context lives, and so do the bytes: the registration is attached to them, or in use by what keeps them.
         let status = unsafe { (functions.mem_map)(context.raw, &raw const params, &raw mut raw) };
         ucx.check("ucp_mem_map", status)?;
-        let mut memory = RegisteredMemory { context: context.clone(), raw, key: Vec::new() };
+        let mut memory = RegisteredMemory { context: context.clone(), raw, key: Vec::new(), origin: Origin::here() };
         let (mut packed, mut len) = (null_mut::<c_void>(), 0);
         // SAFETY: the memory was just mapped, and it writes to a pointer and a number, which live.
         let status = unsafe { (functions.rkey_pack)(context.raw, raw, &raw mut packed, &raw mut len) };
@@ -195,6 +199,10 @@ impl RegisteredMemory {
 
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
+        if !self.origin.is_here() {
+            // It is the parent's.
+            return;
+        }
         // SAFETY: mapped in `new`, and nothing uses it any more.
         let status = unsafe { (self.context.ucx.functions().mem_unmap)(self.context.raw, self.raw) };
         if let Err(error) = self.context.ucx.check("ucp_mem_unmap", status) {
@@ -211,6 +219,7 @@ mod tests {
     fn deaths_are_reported_and_registrations_end_unless_variables_say_otherwise() {
         let _context = Fake::context();
         let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        assert_eq!(fake::settings(), [set("MM_ERROR_HANDLING", "y"), set("RCACHE_ENABLE", "n")].into());
+        let expected = [set("CMA_MEMORY_INVALIDATE", "y"), set("MM_ERROR_HANDLING", "y"), set("RCACHE_ENABLE", "n")];
+        assert_eq!(fake::settings(), expected.into());
     }
 }

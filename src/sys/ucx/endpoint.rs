@@ -1,15 +1,12 @@
 //! A connection to one peer: a worker with its one endpoint.
-#![allow(unsafe_code, reason = "calls a library in C")]
 
-use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::ptr::null_mut;
 
 use super::context::{Context, RegisteredMemory};
-use super::functions::{IN_PROGRESS, OK, RawKey, RequestParams, status_of};
+use super::gets::Gets;
 use super::library::UcxError;
-use super::worker::{Device, Link, Worker, padded};
+use super::worker::{Device, Link, Worker};
 use crate::sync::Arc;
 use crate::sys::lent_bytes::LentBytes;
 
@@ -21,20 +18,8 @@ pub struct Endpoint {
     worker: Worker,
     /// None before it is connected.
     link: Option<Link>,
-    gets: Vec<Get>,
+    gets: Gets,
 }
-
-/// A read under way.
-struct Get {
-    token: u64,
-    request: *mut c_void,
-    key: RawKey,
-    /// Where it writes to.
-    _into: (Arc<LentBytes>, Arc<RegisteredMemory>),
-}
-
-// SAFETY: it is used with its endpoint alone.
-unsafe impl Send for Get {}
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -48,7 +33,7 @@ impl Endpoint {
     /// # Errors
     /// The system or a device refuses a resource.
     pub fn new(context: &Arc<Context>) -> Result<Endpoint, UcxError> {
-        Ok(Endpoint { worker: Worker::new(context)?, link: None, gets: Vec::new() })
+        Ok(Endpoint { worker: Worker::new(context)?, link: None, gets: Gets::default() })
     }
 
     /// By which the peer connects its own endpoint.
@@ -99,54 +84,14 @@ impl Endpoint {
         (address, key): (u64, &[u8]),
         (into, offset, len): (&Arc<LentBytes>, usize, usize),
     ) -> Result<(), UcxError> {
-        let raw = self.link.as_ref().expect("an endpoint that is connected").raw();
-        let (ucx, functions) = (self.worker.context.ucx(), self.worker.functions());
-        let registered = RegisteredMemory::of(&self.worker.context, into)?;
-        let (target, packed) = (into.at(offset, len), padded(key));
-        let mut key = null_mut();
-        // SAFETY: the key is what the library of a trusted peer packed, and zeros behind it; the endpoint lives.
-        let status = unsafe { (functions.rkey_unpack)(raw, packed.as_ptr().cast(), &raw mut key) };
-        ucx.check("ucp_ep_rkey_unpack", status)?;
-        let params = RequestParams::of_memory(registered.raw());
-        // SAFETY: `target` has `len` writable bytes, which are registered and never borrowed, and which `Get` keeps until the
-        // request is done; the key was made for this endpoint.
-        let begun = unsafe { (functions.get)(raw, target.cast(), len, address, key, &raw const params) };
-        let request = match status_of(begun) {
-            Err(request) => request,
-            Ok(OK) => null_mut(),
-            Ok(status) => {
-                // SAFETY: unpacked above, and used by nothing.
-                unsafe { (functions.rkey_destroy)(key) };
-                return Err(ucx.failed("ucp_get_nbx", status));
-            }
-        };
-        self.gets.push(Get { token, request, key, _into: (into.clone(), registered) });
-        Ok(())
+        let link = self.link.as_ref().expect("an endpoint that is connected");
+        self.gets.begin((&self.worker, link), token, (address, key), (into, offset, len))
     }
 
     /// Goes on with both sides' reads, as far as that is possible now. Returns the reads that have ended, and how.
     pub fn progress(&mut self) -> Vec<(u64, Result<(), UcxError>)> {
         self.worker.progress();
-        let mut ended = Vec::new();
-        let mut at = 0;
-        while at < self.gets.len() {
-            let status = self.worker.status(self.gets[at].request);
-            if status == IN_PROGRESS {
-                at += 1;
-                continue;
-            }
-            let get = self.gets.swap_remove(at);
-            self.release(&get);
-            ended.push((get.token, self.worker.context.ucx().check("ucp_get_nbx", status)));
-        }
-        ended
-    }
-
-    /// Frees what a read had that has ended.
-    fn release(&self, get: &Get) {
-        self.worker.free(get.request);
-        // SAFETY: the only read with it has ended.
-        unsafe { (self.worker.functions().rkey_destroy)(get.key) };
+        self.gets.take_ended(&self.worker)
     }
 
     /// Whether this thread may sleep until the [descriptor](AsFd) is readable. Otherwise there is progress to make first.
@@ -167,7 +112,7 @@ impl Endpoint {
         let Some(link) = self.link.take() else { return true };
         let is_closed = link.close(&self.worker);
         self.progress();
-        is_closed && self.gets.is_empty()
+        is_closed && self.gets.len() == 0
     }
 }
 

@@ -1,5 +1,5 @@
 //! A library of UCX within this process, for tests: its workers pass each other what they send. A test says when requests end and
-//! endpoints fail, and sees what was not given back. It registers no memory.
+//! endpoints fail, and sees what was not given back.
 #![allow(unsafe_code, reason = "has the functions of a library in C")]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -16,7 +16,7 @@ use super::functions::{
     RawContext, RawEndpoint, RawKey, RawMemory, RawWorker, RequestInit, RequestParams, Status, StatusPtr,
     THREAD_MODE_MULTI, WorkerParams,
 };
-use super::library::Ucx;
+use super::library::{Ucx, Version};
 use crate::sync::{Arc, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 
 /// One context of it.
@@ -28,7 +28,12 @@ pub(crate) struct Fake {
 impl Fake {
     /// A new context, whose requests end in the call that makes them.
     pub(crate) fn context() -> (Arc<Context>, Fake) {
-        let context = Arc::new(Context::new(Ucx::with(FUNCTIONS)).unwrap());
+        Fake::of_version(Version::READS_BY_CMA)
+    }
+
+    /// The same of such a version.
+    pub(crate) fn of_version(version: Version) -> (Arc<Context>, Fake) {
+        let context = Arc::new(Context::new(Ucx::with(FUNCTIONS, version)).unwrap());
         (context.clone(), Fake { context })
     }
 
@@ -48,6 +53,36 @@ impl Fake {
     /// From now on a flush takes so many turns of progress.
     pub(crate) fn flushes_take(&self, turns: u32) {
         self.change(|context| context.flush_turns = turns);
+    }
+
+    /// From now on a read takes so many turns of progress.
+    pub(crate) fn gets_take(&self, turns: u32) {
+        self.change(|context| context.get_turns = turns);
+    }
+
+    /// From now on reads end so, and those that are begun fail at once where `at_once`.
+    pub(crate) fn gets_fail(&self, at_once: bool) {
+        self.change(|context| context.failing = Some(at_once));
+    }
+
+    /// From now on no memory is registered.
+    pub(crate) fn refuse_memory(&self) {
+        self.change(|context| context.refuses_memory = true);
+    }
+
+    /// From now on endpoints go through what UCX calls so.
+    pub(crate) fn go_through(&self, way: &'static CStr) {
+        self.change(|context| context.way = way);
+    }
+
+    /// How many registrations have not ended.
+    pub(crate) fn registered(&self) -> usize {
+        state().memory.values().filter(|memory| memory.context == self.number()).count()
+    }
+
+    /// How many keys were unpacked and not destroyed, of all contexts of this thread's test.
+    pub(crate) fn keys(&self) -> usize {
+        state().keys.values().filter(|key| key.context == self.number()).count()
     }
 
     /// Has all endpoints fail in the next progress of their workers.
@@ -108,6 +143,8 @@ struct State {
     contexts: BTreeMap<usize, ContextState>,
     workers: BTreeMap<usize, WorkerState>,
     endpoints: BTreeMap<usize, EndpointState>,
+    memory: BTreeMap<usize, Memory>,
+    keys: BTreeMap<usize, Key>,
     /// These two by the address of their memory.
     requests: BTreeMap<usize, Request>,
     /// With the context.
@@ -118,8 +155,36 @@ struct ContextState {
     request_init: RequestInit,
     send_turns: u32,
     flush_turns: u32,
+    get_turns: u32,
+    /// Whether reads fail, and when.
+    failing: Option<bool>,
+    refuses_memory: bool,
+    way: &'static CStr,
     flushes: usize,
     crashes: usize,
+}
+
+/// Memory that is registered.
+struct Memory {
+    context: usize,
+    address: usize,
+    len: usize,
+}
+
+/// An unpacked key: to which memory.
+#[derive(Clone, Copy)]
+struct Key {
+    context: usize,
+    memory: usize,
+}
+
+/// What a read copies once it ends.
+#[derive(Clone, Copy)]
+struct Copy {
+    key: Key,
+    from: usize,
+    into: usize,
+    len: usize,
 }
 
 struct WorkerState {
@@ -145,6 +210,7 @@ struct Request {
     turns: u32,
     status: Status,
     is_clean: bool,
+    copy: Option<Copy>,
     _memory: Vec<u8>,
 }
 
@@ -160,6 +226,8 @@ static STATE: Mutex<State> = Mutex::new(State {
     contexts: BTreeMap::new(),
     workers: BTreeMap::new(),
     endpoints: BTreeMap::new(),
+    memory: BTreeMap::new(),
+    keys: BTreeMap::new(),
     requests: BTreeMap::new(),
     kept: BTreeMap::new(),
 });
@@ -223,7 +291,17 @@ unsafe extern "C" fn init(_: c_uint, _: c_uint, params: *const Params, _: RawCon
     // SAFETY: the caller's.
     let request_init = unsafe { &*params }.request_init.unwrap();
     let number = number();
-    let context = ContextState { request_init, send_turns: 0, flush_turns: 0, flushes: 0, crashes: 0 };
+    let context = ContextState {
+        request_init,
+        send_turns: 0,
+        flush_turns: 0,
+        get_turns: 0,
+        failing: None,
+        refuses_memory: false,
+        way: WAY,
+        flushes: 0,
+        crashes: 0,
+    };
     called().contexts.insert(number, context);
     // SAFETY: the caller's.
     unsafe { put(raw, without_provenance_mut(number)) };
@@ -288,13 +366,14 @@ extern "C" fn worker_arm(worker: RawWorker) -> Status {
 
 extern "C" fn worker_progress(worker: RawWorker) -> c_uint {
     let (mut held, worker) = (called(), worker.addr());
-    let State { workers, endpoints, requests, .. } = &mut *held;
+    let State { workers, endpoints, requests, memory, contexts, .. } = &mut *held;
     let WorkerState { context, handler, mail, .. } = workers.get_mut(&worker).unwrap();
     let (context, handler, mail) = (*context, *handler, std::mem::take(mail));
     for request in requests.values_mut().filter(|request| request.worker == worker && request.status == IN_PROGRESS) {
         request.turns -= 1;
         if request.turns == 0 {
-            request.status = OK;
+            let fails = contexts[&request.context].failing.is_some();
+            request.status = request.copy.map_or(OK, |copy| if fails { IO_ERROR } else { run(memory, copy) });
         }
     }
     let mut failed = Vec::new();
@@ -365,10 +444,10 @@ extern "C" fn request_free(request: *mut c_void) {
 }
 
 /// A request of this endpoint that ends after so many turns; none if that is at once.
-fn request(state: &mut State, endpoint: usize, turns: u32) -> StatusPtr {
+fn request(state: &mut State, endpoint: usize, turns: u32, copy: Option<Copy>) -> StatusPtr {
     let EndpointState { context, worker, .. } = state.endpoints[&endpoint];
     if turns == 0 {
-        return status(OK);
+        return status(copy.map_or(OK, |copy| run(&state.memory, copy)));
     }
     let mut memory = vec![DIRT; 2 * REQUEST_BYTES];
     let pointer = memory[REQUEST_BYTES..].as_mut_ptr().cast::<c_void>();
@@ -376,7 +455,7 @@ fn request(state: &mut State, endpoint: usize, turns: u32) -> StatusPtr {
     unsafe { (state.contexts[&context].request_init)(pointer) };
     let (library, user) = memory.split_at(REQUEST_BYTES);
     let is_clean = library.iter().all(|byte| *byte == 0) && user.iter().all(|byte| *byte == DIRT);
-    let request = Request { context, endpoint, worker, turns, status: IN_PROGRESS, is_clean, _memory: memory };
+    let request = Request { context, endpoint, worker, turns, status: IN_PROGRESS, is_clean, copy, _memory: memory };
     state.requests.insert(pointer.addr(), request);
     pointer
 }
@@ -390,7 +469,7 @@ extern "C" fn ep_flush(endpoint: RawEndpoint, _: *const RequestParams) -> Status
     let context = state.contexts.get_mut(&context).unwrap();
     context.flushes += 1;
     let turns = context.flush_turns;
-    request(&mut state, endpoint, turns)
+    request(&mut state, endpoint, turns, None)
 }
 
 unsafe extern "C" fn set_message_handler(worker: RawWorker, params: *const MessageHandlerParams) -> Status {
@@ -423,45 +502,102 @@ unsafe extern "C" fn send_message(
         let _ = rustix::io::write(&receiver.events, &1u64.to_ne_bytes());
     }
     let turns = state.contexts[&context].send_turns;
-    request(&mut state, endpoint, turns)
+    request(&mut state, endpoint, turns, None)
 }
 
 extern "C" fn release_message(_: RawWorker, data: *mut c_void) {
     called().kept.remove(&data.addr()).expect("a message is given back once");
 }
 
-unsafe extern "C" fn ep_query(_: RawEndpoint, attributes: *mut EndpointAttributes) -> Status {
+unsafe extern "C" fn ep_query(endpoint: RawEndpoint, attributes: *mut EndpointAttributes) -> Status {
     // SAFETY: the caller's.
     let attributes = unsafe { &mut *attributes };
     // SAFETY: there is room for one.
     let entry = unsafe { &mut *attributes.entries };
-    (entry.transport, entry.device) = (WAY.as_ptr(), c"fake".as_ptr());
+    let state = state();
+    let way = state.contexts[&state.endpoints[&endpoint.addr()].context].way;
+    (entry.transport, entry.device) = (way.as_ptr(), c"fake".as_ptr());
     attributes.num_entries = 1;
     OK
 }
 
-extern "C" fn mem_map(_: RawContext, _: *const MemoryParams, _: *mut RawMemory) -> Status {
-    UNSUPPORTED
+unsafe extern "C" fn mem_map(context: RawContext, params: *const MemoryParams, raw: *mut RawMemory) -> Status {
+    // SAFETY: the caller's.
+    let params = unsafe { &*params };
+    let (mut state, number, context) = (called(), number(), context.addr());
+    if state.contexts[&context].refuses_memory {
+        return UNSUPPORTED;
+    }
+    state.memory.insert(number, Memory { context, address: params.address.expose_provenance(), len: params.length });
+    // SAFETY: the caller's.
+    unsafe { put(raw, without_provenance_mut(number)) };
+    OK
 }
 
-extern "C" fn mem_unmap(_: RawContext, _: RawMemory) -> Status {
-    UNSUPPORTED
+extern "C" fn mem_unmap(_: RawContext, memory: RawMemory) -> Status {
+    called().memory.remove(&memory.addr()).expect("memory is unmapped once");
+    OK
 }
 
-extern "C" fn rkey_pack(_: RawContext, _: RawMemory, _: *mut *mut c_void, _: *mut usize) -> Status {
-    UNSUPPORTED
+/// A key is the memory's number, and lies in a box of it.
+unsafe extern "C" fn rkey_pack(_: RawContext, memory: RawMemory, packed: *mut *mut c_void, len: *mut usize) -> Status {
+    // SAFETY: the caller's.
+    unsafe { put(packed, Box::into_raw(Box::new(memory.addr())).cast()) };
+    // SAFETY: the caller's.
+    unsafe { put(len, size_of::<usize>()) };
+    OK
 }
 
-extern "C" fn rkey_buffer_release(_: *mut c_void) {}
-
-extern "C" fn rkey_unpack(_: RawEndpoint, _: *const c_void, _: *mut RawKey) -> Status {
-    UNSUPPORTED
+unsafe extern "C" fn rkey_buffer_release(packed: *mut c_void) {
+    // SAFETY: made above.
+    drop(unsafe { Box::from_raw(packed.cast::<usize>()) });
 }
 
-extern "C" fn rkey_destroy(_: RawKey) {}
+unsafe extern "C" fn rkey_unpack(endpoint: RawEndpoint, packed: *const c_void, raw: *mut RawKey) -> Status {
+    // SAFETY: a key that was given out above, or as many bytes of another.
+    let memory = unsafe { packed.cast::<usize>().read_unaligned() };
+    let (mut state, number) = (called(), number());
+    let context = state.endpoints[&endpoint.addr()].context;
+    state.keys.insert(number, Key { context, memory });
+    // SAFETY: the caller's.
+    unsafe { put(raw, without_provenance_mut(number)) };
+    OK
+}
 
-extern "C" fn get(_: RawEndpoint, _: *mut c_void, _: usize, _: u64, _: RawKey, _: *const RequestParams) -> StatusPtr {
-    status(UNSUPPORTED)
+extern "C" fn rkey_destroy(key: RawKey) {
+    called().keys.remove(&key.addr()).expect("a key is destroyed once");
+}
+
+extern "C" fn get(
+    endpoint: RawEndpoint,
+    into: *mut c_void,
+    len: usize,
+    address: u64,
+    key: RawKey,
+    _: *const RequestParams,
+) -> StatusPtr {
+    let (mut state, endpoint) = (called(), endpoint.addr());
+    let EndpointState { context, has_failed, .. } = state.endpoints[&endpoint];
+    let (failing, turns) = (state.contexts[&context].failing, state.contexts[&context].get_turns);
+    if has_failed || failing == Some(true) {
+        return status(CONNECTION_RESET);
+    }
+    let key = state.keys[&key.addr()];
+    let copy = Copy { key, from: address as usize, into: into.expose_provenance(), len };
+    request(&mut state, endpoint, turns, Some(copy))
+}
+
+/// Copies, as a device would that knows which memory is registered.
+fn run(memory: &BTreeMap<usize, Memory>, Copy { key, from, into, len }: Copy) -> Status {
+    let is_inside = |memory: &Memory| from >= memory.address && from + len <= memory.address + memory.len;
+    if !memory.get(&key.memory).is_some_and(is_inside) {
+        return IO_ERROR;
+    }
+    let (from, into) =
+        (std::ptr::with_exposed_provenance::<u8>(from), std::ptr::with_exposed_provenance_mut::<u8>(into));
+    // SAFETY: both are registered, so they live.
+    unsafe { std::ptr::copy(from, into, len) };
+    OK
 }
 
 const FUNCTIONS: Functions = Functions {
@@ -504,11 +640,12 @@ const REQUEST_BYTES: usize = 48;
 /// What fresh memory has.
 const DIRT: u8 = 0xdb;
 
-/// A way that is software.
+/// A way that is software, which is taken unless a test says otherwise.
 const WAY: &CStr = c"tcp";
 
 /// `UCS_ERR_UNREACHABLE`, and so on.
 const UNREACHABLE: Status = -6;
+const IO_ERROR: Status = -3;
 const CANCELED: Status = -16;
 const UNSUPPORTED: Status = -22;
 const CONNECTION_RESET: Status = -25;

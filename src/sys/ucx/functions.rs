@@ -136,8 +136,8 @@ impl EndpointParams {
 #[repr(C)]
 pub(super) struct MemoryParams {
     field_mask: u64,
-    address: *mut c_void,
-    length: usize,
+    pub(super) address: *mut c_void,
+    pub(super) length: usize,
     flags: c_uint,
     protection: c_uint,
     memory_type: c_int,

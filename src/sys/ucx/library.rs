@@ -41,6 +41,9 @@ pub struct Version {
 impl Version {
     /// The first that this engine knows.
     pub const OLDEST: Version = Version { major: 1, minor: 14, patch: 0 };
+
+    /// The first that is known to read memory through `cma` whatever the length. Older ones may ask the peer's process for few bytes.
+    pub const READS_BY_CMA: Version = Version { major: 1, minor: 22, patch: 0 };
 }
 
 impl fmt::Display for Version {
@@ -169,9 +172,9 @@ impl Ucx {
 
     /// A library of these functions.
     #[cfg(test)]
-    pub(super) fn with(functions: Functions) -> Ucx {
+    pub(super) fn with(functions: Functions, version: Version) -> Ucx {
         let library = ManuallyDrop::new(Library::this());
-        Ucx { path: PathBuf::new(), version: Version::OLDEST, functions, _library: library }
+        Ucx { path: PathBuf::new(), version, functions, _library: library }
     }
 
     /// The library's file.

@@ -13,10 +13,12 @@ use super::context::Context;
 use super::functions::{
     IN_PROGRESS, MESSAGE_HAS_DATA, MessageAttributes, MessageHandlerParams, OK, RequestParams, Status, status_of,
 };
+use super::gets::Gets;
 use super::library::UcxError;
 use super::worker::{Device, Link, Worker};
 use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::fork::Origin;
+use crate::sys::lent_bytes::LentBytes;
 
 /// A worker that takes messages. Whoever expects some calls [`Messenger::progress`] again and again; also what others send goes on
 /// by that alone, where no device does it. Clones are the same worker.
@@ -98,6 +100,11 @@ impl Messenger {
         Ok(Messenger { shared: Arc::new(shared) })
     }
 
+    /// What it was made of.
+    pub fn context(&self) -> Arc<Context> {
+        self.shared.worker().0.context.clone()
+    }
+
     /// By which peers send to it.
     ///
     /// # Errors
@@ -140,8 +147,8 @@ impl Messenger {
         let (worker, turn) = self.shared.worker();
         let link = Link::to(worker, address, &self.shared.has_failed)?;
         drop(turn);
-        let (shared, spare) = (self.shared.clone(), Vec::new());
-        Ok(Recipient { shared, link: Some(link), sending: VecDeque::new(), spare, flush: null_mut() })
+        let (shared, spare, gets) = (self.shared.clone(), Vec::new(), Gets::default());
+        Ok(Recipient { shared, link: Some(link), sending: VecDeque::new(), spare, gets, flush: null_mut() })
     }
 }
 
@@ -234,6 +241,8 @@ pub struct Recipient {
     sending: VecDeque<Sending>,
     /// Memory of earlier messages.
     spare: Vec<Vec<u8>>,
+    /// Reads of the peer's memory.
+    gets: Gets,
     /// A request that ends once all has left; null if there is none.
     flush: *mut c_void,
 }
@@ -322,6 +331,39 @@ impl Recipient {
         }
     }
 
+    /// Begins to read `len` bytes at `address` of the peer, which the peer's [`RegisteredMemory::key`] opens, to `offset` of
+    /// `into`. [`Recipient::take_got`] tells the end by the token, after progress of the worker.
+    ///
+    /// # Errors
+    /// The memory cannot be registered, or the peer cannot be reached.
+    ///
+    /// # Panics
+    /// The bytes are not all inside `into`.
+    ///
+    /// [`RegisteredMemory::key`]: super::RegisteredMemory::key
+    pub fn get(
+        &mut self,
+        token: u64,
+        from: (u64, &[u8]),
+        into: (&Arc<LentBytes>, usize, usize),
+    ) -> Result<(), UcxError> {
+        let (worker, _turn) = self.shared.worker();
+        let link = self.link.as_ref().expect("it is open until this is dropped");
+        self.gets.begin((worker, link), token, from, into)
+    }
+
+    /// The reads that have ended since this was asked last, and how.
+    pub fn take_got(&mut self) -> Vec<(u64, Result<(), UcxError>)> {
+        let (worker, _turn) = self.shared.worker();
+        self.gets.take_ended(worker)
+    }
+
+    /// Whether a read has ended that was not taken.
+    pub fn has_got(&self) -> bool {
+        let (worker, _turn) = self.shared.worker();
+        self.gets.has_ended(worker)
+    }
+
     /// What bytes go through.
     pub fn devices(&self) -> Vec<Device> {
         let (worker, _turn) = self.shared.worker();
@@ -340,11 +382,16 @@ impl Drop for Recipient {
         let Some(link) = self.link.take() else { return };
         if !self.shared.origin.is_here() {
             // It is the parent's, as in the messenger.
-            std::mem::forget((link, std::mem::take(&mut self.sending)));
+            std::mem::forget((link, std::mem::take(&mut self.sending), std::mem::take(&mut self.gets)));
             return;
         }
         let (worker, _turn) = self.shared.worker();
         let is_closed = link.close(worker);
+        self.gets.take_ended(worker);
+        if self.gets.len() > 0 {
+            log::error!("UCX did not end {} reads of a connection; their memory is never freed", self.gets.len());
+            std::mem::forget(std::mem::take(&mut self.gets));
+        }
         let is_over = |request| worker.status(request) != IN_PROGRESS;
         if is_closed && self.sending.iter().all(|sending| is_over(sending.request)) && is_over(self.flush) {
             self.sending.drain(..).for_each(|sent| worker.free(sent.request));

@@ -9,6 +9,7 @@ mod endpoint;
 #[cfg(test)]
 pub(crate) mod fake;
 mod functions;
+mod gets;
 mod library;
 mod messages;
 mod worker;

@@ -12,7 +12,7 @@ use super::functions::{
     BUSY, EndpointAttributes, EndpointParams, Functions, IN_PROGRESS, OK, RawEndpoint, RawWorker, RequestParams,
     Status, TransportEntry, WorkerParams, status_of,
 };
-use super::library::UcxError;
+use super::library::{UcxError, Version};
 use crate::sync::{Arc, AtomicBool, AtomicU32, Ordering};
 use crate::sys::fork::Private;
 
@@ -34,6 +34,17 @@ impl Device {
     /// Whether what it has taken may wait in this process for a processor's time.
     pub fn is_software(&self) -> bool {
         !self.is_rdma() && !self.is_shared_memory() && !COPIERS.contains(&self.transport.as_str())
+    }
+
+    /// Whether this version of UCX reads a peer's memory through it without that process's help. Elsewhere the peer's UCX answers, which
+    /// can end the peer's process (`check_devices` of `rdma/ucx.rs`).
+    pub fn reads_alone(&self, version: Version) -> bool {
+        self.is_rdma() || (self.is_cma() && version >= Version::READS_BY_CMA)
+    }
+
+    /// Whether it is the system's calls that read and write other processes' memory.
+    pub fn is_cma(&self) -> bool {
+        self.transport == "cma"
     }
 
     /// Whether it is shared memory.

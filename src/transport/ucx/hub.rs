@@ -12,12 +12,14 @@ use rustc_hash::FxHashMap;
 use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::fork::Origin;
+use crate::sys::lent_bytes::LentBytes;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
-use crate::sys::ucx::{Arrived, Device, Messenger};
+use crate::sys::ucx::{Arrived, Device, Messenger, RegisteredMemory};
 use crate::transport::ucx::header::{Header, Kind};
 use crate::transport::ucx::link::{Incoming, Link, Outgoing};
 use crate::transport::ucx::offer::{Allowed, Need};
-use crate::transport::{PATIENCE, PATIENCE_WITH_CALLS};
+use crate::transport::ucx::reads::Spare;
+use crate::transport::{Expose, Exposure, PATIENCE, PATIENCE_WITH_CALLS, Read, RemoteMemory, TakeRead};
 use crate::types::Rank;
 
 /// The worker and the links of one communicator.
@@ -40,6 +42,9 @@ struct State {
     busy: Vec<Rank>,
     /// Those for which software may still hold bytes that UCX has taken.
     unflushed: Vec<Rank>,
+    /// Those of which memory is being read.
+    reading: Vec<Rank>,
+    spare: Spare,
     /// Armed streams that have become ready.
     ready: Vec<StreamName>,
     /// A caller's probe has come.
@@ -79,14 +84,16 @@ impl Hub {
     /// The link to a peer whose worker has this address, or why it is not taken.
     fn link<'a>(&self, state: &'a mut State, peer: Rank, address: &[u8]) -> Result<&'a mut Link, String> {
         if !state.links.contains_key(&peer) {
-            let recipient = self.messenger(state)?.recipient(address).map_err(|error| error.to_string())?;
+            let messenger = self.messenger(state)?;
+            let recipient = messenger.recipient(address).map_err(|error| error.to_string())?;
+            let version = messenger.context().ucx().version();
             let devices = recipient.devices();
             let names = devices.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             if self.need == Need::Better && !devices.iter().any(Device::is_rdma) {
                 return Err(format!("UCX would go through {names}, none of which is an RDMA device"));
             }
             log::info!("rank {}: UCX to rank {peer} goes through {names}", self.me);
-            state.links.insert(peer, Link::new(recipient, &devices));
+            state.links.insert(peer, Link::new(recipient, &devices, version));
         }
         Ok(state.links.get_mut(&peer).expect("it is there now"))
     }
@@ -133,6 +140,14 @@ impl Hub {
     }
 
     fn progress_for_all(&self, state: &mut State) {
+        self.progress_for_streams(state);
+        if state.has_got() {
+            // As below, for reads.
+            self.poller.wake();
+        }
+    }
+
+    fn progress_for_streams(&self, state: &mut State) {
         let before = (state.ready.len(), state.must_accept);
         state.progress();
         if before != (state.ready.len(), state.must_accept) {
@@ -164,7 +179,22 @@ impl Hub {
         let state = &mut *self.state();
         state.progress();
         state.arm();
-        !state.ready.is_empty() || state.must_accept || state.is_stale
+        !state.ready.is_empty() || state.must_accept || state.is_stale || state.reads_are_due()
+    }
+
+    /// Goes on with reads, and tells of those that have ended.
+    pub(super) fn take_reads(&self, take: &mut TakeRead<'_>) {
+        let state = &mut *self.state();
+        if state.reading.is_empty() {
+            return;
+        }
+        self.progress_for_streams(state);
+        let State { links, reading, spare, .. } = state;
+        reading.retain(|peer| {
+            let Some(link) = links.get_mut(peer) else { return false };
+            link.reads.take(&mut link.recipient, spare, take);
+            !link.reads.is_empty()
+        });
     }
 
     /// Whether bytes that streams have taken are still in this process.
@@ -178,6 +208,23 @@ impl Hub {
         // What has failed holds nothing that could still leave.
         unflushed.retain(|peer| links.get_mut(peer).is_some_and(|link| link.recipient.flush() == Ok(false)));
         !state.busy.is_empty() || !state.unflushed.is_empty()
+    }
+}
+
+impl Expose for Hub {
+    fn expose(&self, bytes: &Arc<LentBytes>) -> Option<Exposure> {
+        let known = self.state().messenger.as_ref().map(|messenger| messenger.context());
+        // Where another transport may do, only a stream shows that UCX is used at all.
+        let context = match (known, self.need) {
+            (Some(context), _) => context,
+            (None, Need::Any) => self.allowed.load().ok()?,
+            (None, Need::Better) => return None,
+        };
+        let registered = RegisteredMemory::of(&context, bytes);
+        let registered = registered
+            .inspect_err(|error| log::debug!("rank {}: {} bytes are not exposed: {error}", self.me, bytes.len()))
+            .ok()?;
+        Some(Exposure::new(registered.key().to_vec(), Box::new((registered, bytes.clone()))))
     }
 }
 
@@ -274,6 +321,21 @@ impl State {
         self.is_stale = true;
     }
 
+    /// The peers of which memory is being read.
+    fn readers(&self) -> impl Iterator<Item = &Link> {
+        self.reading.iter().filter_map(|peer| self.links.get(peer))
+    }
+
+    /// Whether reads have ended that were not taken.
+    fn has_got(&self) -> bool {
+        self.readers().any(|link| link.recipient.has_got())
+    }
+
+    /// Whether reads wait for somebody to take or to bring them.
+    fn reads_are_due(&self) -> bool {
+        self.readers().any(|link| link.reads.are_due(&link.recipient))
+    }
+
     /// Forgets a link of which no stream is left.
     fn settle(&mut self, peer: Rank) {
         if self.links.get(&peer).is_some_and(|link| link.to.is_none() && link.from.is_none()) {
@@ -345,6 +407,19 @@ impl Outflow {
         let done = link.write(hub.me, head, body);
         state.sent(*peer);
         done
+    }
+
+    /// Begins to read memory that the peer has exposed.
+    pub(super) fn begin_read(&self, token: u64, from: RemoteMemory<'_>) -> Read {
+        let Flow { hub, peer, .. } = &self.flow;
+        let mut state = hub.state();
+        let State { links, reading, spare, .. } = &mut *state;
+        let Some(link) = links.get_mut(peer).filter(|link| link.down().is_none()) else { return Read::Unable };
+        let begun = link.reads.begin(&mut link.recipient, spare, token, from);
+        if begun == Read::Begun && !reading.contains(peer) {
+            reading.push(*peer);
+        }
+        begun
     }
 
     /// How many pieces were sent.

@@ -3,10 +3,11 @@
 use std::io::IoSlice;
 
 use crate::error::LinkDown;
-use crate::sys::ucx::{Arrived, COPIED_MAX, Device, Recipient};
+use crate::sys::ucx::{Arrived, COPIED_MAX, Device, Recipient, Version};
 use crate::transport::runs::Runs;
 use crate::transport::ucx::header::{Header, Kind};
 use crate::transport::ucx::ordered::Ordered;
+use crate::transport::ucx::reads::Reads;
 use crate::types::Rank;
 
 /// The way to a peer.
@@ -16,6 +17,7 @@ pub(super) struct Link {
     pub(super) devices: Vec<String>,
     /// Software sends what UCX has taken, which takes system calls and may take more turns of it.
     pub(super) is_software: bool,
+    pub(super) reads: Reads,
     pub(super) to: Option<Outgoing>,
     pub(super) from: Option<Incoming>,
 }
@@ -48,10 +50,11 @@ pub(super) struct Incoming {
 }
 
 impl Link {
-    pub(super) fn new(recipient: Recipient, devices: &[Device]) -> Link {
+    pub(super) fn new(recipient: Recipient, devices: &[Device], version: Version) -> Link {
+        let reads = Reads::new(devices, version);
         let is_software = devices.iter().any(Device::is_software);
         let devices = devices.iter().map(ToString::to_string).collect();
-        Link { recipient, devices, is_software, to: None, from: None }
+        Link { recipient, devices, is_software, reads, to: None, from: None }
     }
 
     /// Why it is of no use any more, if it is not.

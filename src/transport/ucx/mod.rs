@@ -19,6 +19,7 @@ mod link;
 mod mock_peer;
 mod offer;
 mod ordered;
+mod reads;
 mod recv_stream;
 mod send_stream;
 
@@ -40,7 +41,7 @@ use crate::transport::ucx::handover::Caller;
 use crate::transport::ucx::hub::Hub;
 use crate::transport::ucx::recv_stream::UcxRecvStream;
 use crate::transport::ucx::send_stream::UcxSendStream;
-use crate::transport::{Accepted, Detour, SendStream, Transport};
+use crate::transport::{Accepted, Detour, Expose, SendStream, TakeRead, Transport};
 use crate::types::Rank;
 
 pub(crate) use offer::{Allowed, Need, Offer, offer};
@@ -107,6 +108,14 @@ impl Transport for UcxTransport {
 
     fn holds_bytes(&self) -> bool {
         self.hub.holds_bytes()
+    }
+
+    fn exposer(&self) -> Option<Arc<dyn Expose>> {
+        Some(self.hub.clone())
+    }
+
+    fn take_reads(&mut self, take: &mut TakeRead<'_>) {
+        self.hub.take_reads(take);
     }
 
     fn shortage(&self) -> Option<String> {

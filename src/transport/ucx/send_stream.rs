@@ -7,7 +7,7 @@ use crate::sync::Arc;
 use crate::transport::tcp::connect::Connection;
 use crate::transport::ucx::handover::Opening;
 use crate::transport::ucx::hub::{Hub, Outflow};
-use crate::transport::{Detour, PATIENCE_WITH_CALLS, SendStream};
+use crate::transport::{Detour, PATIENCE_WITH_CALLS, Read, RemoteMemory, SendStream};
 use crate::types::Rank;
 
 /// The sending end of a stream: messages by UCX, and the connection beside them.
@@ -84,6 +84,13 @@ impl SendStream for UcxSendStream {
 
     fn is_open(&self) -> bool {
         matches!(self.stage, Stage::Open(_))
+    }
+
+    fn begin_read(&mut self, token: u64, from: RemoteMemory<'_>) -> Read {
+        match &self.stage {
+            Stage::Opening(_) => Read::Unable,
+            Stage::Open(outflow) => outflow.begin_read(token, from),
+        }
     }
 
     fn devices(&self) -> Vec<String> {

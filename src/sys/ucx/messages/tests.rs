@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::sys::fork::testing::holds_in_a_child;
+use crate::sys::ucx::RegisteredMemory;
 use crate::sys::ucx::fake::{Fake, calls};
 
 /// A worker that sends, its way to one that receives, and that one.
@@ -128,4 +129,78 @@ fn a_forked_child_drops_its_parents_messages_and_connections_without_a_call() {
     assert_eq!((fake.kept(), fake.requests(), fake.endpoints()), (2, 1, 1));
     drop(parents);
     assert_eq!((fake.kept(), fake.requests(), fake.endpoints()), (0, 0, 0));
+}
+
+/// Memory of the peer with such content, its registration, and memory to read it to.
+fn exposed(receiver: &Messenger, content: &[u8]) -> (Arc<LentBytes>, Arc<RegisteredMemory>, Arc<LentBytes>) {
+    let bytes = Arc::new(LentBytes::owned(content.to_vec()));
+    let registered = RegisteredMemory::of(&receiver.context(), &bytes).unwrap();
+    (bytes, registered, Arc::new(LentBytes::owned(vec![0; content.len()])))
+}
+
+fn content(bytes: &LentBytes) -> Vec<u8> {
+    let mut content = vec![0; bytes.len()];
+    bytes.copy_out(0, &mut content);
+    content
+}
+
+#[test]
+fn a_read_ends_after_progress_and_gives_back_its_request_and_its_key() {
+    let (fake, sender, mut recipient, receiver) = pair();
+    let (bytes, registered, into) = exposed(&receiver, &[1, 2, 3, 4, 5]);
+    for turns in [0, 2] {
+        fake.gets_take(turns);
+        recipient.get(7, (bytes.address() + 1, registered.key()), (&into, 2, 3)).unwrap();
+        assert_eq!(recipient.has_got(), turns == 0);
+        (0..turns).for_each(|_| drop(arrived(&sender)));
+        assert_eq!((recipient.has_got(), fake.keys()), (true, 1));
+        assert_eq!(recipient.take_got(), [(7, Ok(()))]);
+        assert_eq!((fake.requests(), fake.keys(), content(&into)), (0, 0, vec![0, 0, 2, 3, 4]));
+        into.copy_in(0, &[0; 5]);
+    }
+}
+
+#[test]
+fn a_read_that_fails_at_once_or_later_gives_back_what_it_had() {
+    for at_once in [true, false] {
+        let (fake, sender, mut recipient, receiver) = pair();
+        let (bytes, registered, into) = exposed(&receiver, &[1, 2, 3]);
+        fake.gets_take(1);
+        fake.gets_fail(at_once);
+        let begun = recipient.get(7, (bytes.address(), registered.key()), (&into, 0, 3));
+        arrived(&sender);
+        let failed = begun.and_then(|()| recipient.take_got().pop().expect("it has ended").1);
+        assert_eq!(failed.expect_err("it fails").to_string(), "ucp_get_nbx: it fails");
+        assert_eq!((fake.requests(), fake.keys(), content(&into)), (0, 0, vec![0; 3]));
+    }
+}
+
+#[test]
+fn a_connection_that_ends_ends_its_reads() {
+    let (fake, _sender, mut recipient, receiver) = pair();
+    let (bytes, registered, into) = exposed(&receiver, &[1, 2, 3]);
+    fake.gets_take(u32::MAX);
+    recipient.get(7, (bytes.address(), registered.key()), (&into, 0, 3)).unwrap();
+    drop(recipient);
+    assert_eq!((fake.requests(), fake.keys(), fake.endpoints()), (0, 0, 0));
+    drop((bytes, registered, into));
+    assert_eq!(fake.registered(), 0);
+}
+
+#[test]
+fn memory_is_registered_until_it_is_dropped_and_in_a_forked_child_nothing_ends() {
+    let (fake, _sender, recipient, receiver) = pair();
+    let mut exposed = Some(exposed(&receiver, &[1, 2, 3]));
+    assert_eq!(fake.registered(), 1);
+    assert!(holds_in_a_child(|| {
+        let before = calls();
+        drop(exposed.take());
+        calls() == before
+    }));
+    drop(exposed);
+    assert_eq!(fake.registered(), 0);
+    fake.refuse_memory();
+    let refused = RegisteredMemory::of(&receiver.context(), &LentBytes::owned(vec![0; 3])).map(drop);
+    assert_eq!(refused.expect_err("it is refused").to_string(), "ucp_mem_map: it fails");
+    drop(recipient);
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::sys::fork::testing::holds_in_a_child;
 use crate::sys::ucx::fake::{Fake, calls};
+use crate::sys::ucx::{Context, Version};
 use crate::transport::ucx::link::WINDOW;
 use crate::transport::ucx::mock_peer::MockPeer;
 
@@ -213,4 +214,139 @@ fn a_forked_child_drops_its_parents_streams_without_the_lock_and_without_a_call(
     assert_eq!(fake.endpoints(), 2);
     drop(flows);
     assert_eq!(fake.endpoints(), 1);
+}
+
+/// A hub whose UCX goes through `way`, its stream to the peer, and what the peer has exposed.
+fn reader(way: &'static std::ffi::CStr, version: Version) -> (Fake, Arc<Hub>, Outflow, Arc<LentBytes>, Exposure) {
+    let (context, fake) = Fake::of_version(version);
+    fake.go_through(way);
+    let (hub, theirs) = (hub_of(&context, 0), hub_of(&context, 1));
+    let mut peer = MockPeer::new(&context);
+    peer.connect(&hub.address().unwrap());
+    let outflow = outflow(&hub, &mut peer, 7);
+    let bytes = Arc::new(LentBytes::owned((0..100).collect()));
+    let exposure = theirs.expose(&bytes).expect("it can");
+    named(&hub);
+    (fake, hub, outflow, bytes, exposure)
+}
+
+fn hub_of(context: &Arc<Context>, me: u32) -> Arc<Hub> {
+    Hub::new(Rank(me), Allowed::given(context), Need::Any, Poller::new().unwrap())
+}
+
+fn begin(outflow: &Outflow, token: u64, bytes: &LentBytes, exposure: &Exposure) -> Read {
+    outflow.begin_read(token, RemoteMemory { address: bytes.address() + token, len: 3, key: exposure.key() })
+}
+
+/// The tokens of reads that have ended, and what they have brought.
+fn taken(hub: &Hub) -> Vec<(u64, Option<[u8; 3]>)> {
+    let mut taken = Vec::new();
+    hub.take_reads(&mut |token, result| {
+        let bytes = result.ok().map(|bytes| {
+            let mut first = [0; 3];
+            bytes.copy_out(0, &mut first);
+            first
+        });
+        taken.push((token, bytes));
+    });
+    taken.sort_unstable();
+    taken
+}
+
+#[test]
+fn as_many_reads_as_have_room_are_under_way_and_nobody_sleeps_over_them() {
+    let (fake, hub, outflow, bytes, exposure) = reader(c"cma", Version::READS_BY_CMA);
+    fake.gets_take(3);
+    hub.progress();
+    assert!(!hub.arm(), "nothing is under way");
+    let begun: Vec<Read> = (0..5).map(|token| begin(&outflow, token, &bytes, &exposure)).collect();
+    assert_eq!(begun, [Read::Begun, Read::Begun, Read::Begun, Read::Begun, Read::Busy]);
+    assert!(hub.arm(), "only calls bring them forward");
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        ended.extend(taken(&hub));
+    }
+    let expected: Vec<_> = (0..4).map(|token| (token, Some([0, 1, 2].map(|at| at + token as u8)))).collect();
+    assert_eq!((ended, fake.requests(), fake.keys()), (expected, 0, 0));
+    assert!(!hub.arm());
+    assert_eq!(begin(&outflow, 9, &bytes, &exposure), Read::Begun);
+}
+
+#[test]
+fn a_devices_reads_are_waited_for_asleep_until_one_has_ended() {
+    let (fake, hub, outflow, bytes, exposure) = reader(c"rc_mlx5", Version::OLDEST);
+    fake.gets_take(4);
+    assert_eq!(begin(&outflow, 1, &bytes, &exposure), Read::Begun);
+    assert!(!hub.arm());
+    (0..4).for_each(|_| hub.progress());
+    assert!(hub.arm(), "one is to be taken");
+    assert_eq!(taken(&hub), [(1, Some([1, 2, 3]))]);
+    assert!(!hub.arm());
+}
+
+#[test]
+fn what_would_ask_the_peers_process_reads_nothing() {
+    for (way, version) in
+        [(c"tcp", Version::READS_BY_CMA), (c"posix", Version::READS_BY_CMA), (c"cma", Version::OLDEST)]
+    {
+        let (_fake, _hub, outflow, bytes, exposure) = reader(way, version);
+        assert_eq!(begin(&outflow, 1, &bytes, &exposure), Read::Unable, "{way:?} of {version}");
+    }
+}
+
+#[test]
+fn a_way_on_which_a_read_has_failed_reads_no_more_and_its_streams_go_on() {
+    for at_once in [true, false] {
+        let (fake, hub, outflow, bytes, exposure) = reader(c"cma", Version::READS_BY_CMA);
+        fake.gets_take(1);
+        fake.gets_fail(at_once);
+        let begun = begin(&outflow, 1, &bytes, &exposure);
+        assert_eq!(begun, if at_once { Read::Unable } else { Read::Begun });
+        assert_eq!(taken(&hub), if at_once { vec![] } else { vec![(1, None)] });
+        assert_eq!(begin(&outflow, 2, &bytes, &exposure), Read::Unable);
+        assert_eq!((outflow.write(b"a", &[]), fake.requests(), fake.keys()), (Ok(1), 0, 0));
+    }
+}
+
+#[test]
+fn nothing_is_read_by_a_key_whose_memory_is_taken_back() {
+    let (fake, hub, outflow, bytes, exposure) = reader(c"cma", Version::READS_BY_CMA);
+    let key = exposure.key().to_vec();
+    fake.gets_take(2);
+    assert_eq!(begin(&outflow, 1, &bytes, &exposure), Read::Begun);
+    let address = bytes.address();
+    drop((bytes, exposure));
+    assert_eq!((taken(&hub), taken(&hub)), (vec![], vec![(1, None)]));
+    assert_eq!(outflow.begin_read(2, RemoteMemory { address, len: 3, key: &key }), Read::Unable);
+}
+
+#[test]
+fn a_link_that_fails_or_ends_amid_reads_leaves_nothing_of_them() {
+    for fails in [true, false] {
+        let (fake, hub, outflow, bytes, exposure) = reader(c"cma", Version::READS_BY_CMA);
+        fake.gets_take(u32::MAX);
+        assert_eq!(begin(&outflow, 1, &bytes, &exposure), Read::Begun);
+        if fails {
+            fake.fail_endpoints();
+            hub.progress();
+            assert_eq!(begin(&outflow, 2, &bytes, &exposure), Read::Unable);
+        }
+        drop(outflow);
+        assert_eq!((taken(&hub), fake.requests(), fake.keys()), (vec![], 0, 0));
+        named(&hub);
+        assert!(!hub.arm());
+    }
+}
+
+#[test]
+fn a_rank_that_may_do_without_ucx_exposes_nothing_before_it_has_a_stream() {
+    let (context, fake) = Fake::context();
+    let bytes = Arc::new(LentBytes::owned(vec![0; 3]));
+    let hub = Hub::new(Rank(0), Allowed::given(&context), Need::Better, Poller::new().unwrap());
+    assert!(hub.expose(&bytes).is_none());
+    hub.address().unwrap();
+    assert_eq!((hub.expose(&bytes).is_some(), fake.registered()), (true, 1));
+    drop(bytes);
+    fake.refuse_memory();
+    assert!(hub.expose(&Arc::new(LentBytes::owned(vec![0; 3]))).is_none());
 }
