@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::Serialize;
 
 use crate::engine::flight_recorder::Record;
+use crate::engine::outbox::LinkStats;
 use crate::engine::progress::Engine;
 use crate::sys::numa::Home;
 use crate::sys::tcp_info::TcpStats;
@@ -170,6 +171,7 @@ impl Engine {
                 .map(|rank| {
                     let endpoints = &self.context.endpoints;
                     let (transport, devices) = endpoints.transport(rank).unzip();
+                    let LinkStats { tcp, rails } = endpoints.link_stats(rank);
                     Peer {
                         rank: rank.index(),
                         host: self.context.topo.host_of(rank),
@@ -178,8 +180,8 @@ impl Engine {
                         transport,
                         devices: devices.unwrap_or_default(),
                         remote_reads: self.windows.remote_reads(rank),
-                        link: endpoints.tcp_stats(rank),
-                        rails: endpoints.rail_stats(rank),
+                        link: tcp,
+                        rails,
                         ring: endpoints.ring_stats(rank),
                     }
                 })

@@ -15,12 +15,11 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::connector::{FindRoutes, OPENING_CHECK};
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, Header};
 use crate::engine::inbox::Inbox;
-use crate::engine::outbox::Outbox;
+use crate::engine::outbox::{LinkStats, Outbox};
 use crate::engine::peers::{Peer, Peers};
 use crate::error::{Error, LinkDown};
 use crate::sys::poller::StreamName;
-use crate::sys::tcp_info::TcpStats;
-use crate::transport::{Expose, RailStats, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
+use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
 use crate::types::Rank;
 
 /// What a look has found.
@@ -131,14 +130,10 @@ impl Endpoints {
         self.peers.get(peer).is_some_and(|peer| peer.outbox.is_open() && peer.lost.is_none())
     }
 
-    /// What the kernel knows of the connection to `peer`, if there is one, or knew when it was lost.
-    pub(crate) fn tcp_stats(&self, peer: Rank) -> Option<TcpStats> {
-        self.peers.get(peer).and_then(|peer| peer.outbox.tcp_stats().or(peer.last_tcp_stats))
-    }
-
-    /// What has become of the connections to `peer`, if there are several, or had when it was lost.
-    pub(crate) fn rail_stats(&self, peer: Rank) -> Option<RailStats> {
-        self.peers.get(peer).and_then(|peer| peer.outbox.rail_stats().or(peer.last_rail_stats))
+    /// How the connections to `peer` do, or did when it was lost.
+    pub(crate) fn link_stats(&self, peer: Rank) -> LinkStats {
+        let stats = |peer: &Peer| if peer.lost.is_some() { peer.last_stats } else { peer.outbox.link_stats() };
+        self.peers.get(peer).map(stats).unwrap_or_default()
     }
 
     /// The name of the transport by which `peer` is reached, once this rank has talked to it, and what bytes go through where that
@@ -758,8 +753,7 @@ impl Endpoints {
         };
         log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);
         entry.lost = Some(cause);
-        entry.last_tcp_stats = entry.outbox.tcp_stats();
-        entry.last_rail_stats = entry.outbox.rail_stats();
+        entry.last_stats = entry.outbox.link_stats();
         self.lost.push_back(peer);
     }
 

@@ -10,6 +10,15 @@ use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::{RailStats, Read, RemoteMemory, SendStream};
 
+/// How the connections to a peer do.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct LinkStats {
+    /// What the kernel knows of them, if there are any.
+    pub(crate) tcp: Option<TcpStats>,
+    /// What has become of them, if there are several.
+    pub(crate) rails: Option<RailStats>,
+}
+
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
 #[derive(Debug)]
 struct Outgoing {
@@ -246,14 +255,10 @@ impl Outbox {
         }
     }
 
-    /// What the kernel knows of the connection, if it is one.
-    pub(crate) fn tcp_stats(&self) -> Option<TcpStats> {
-        self.send_stream.as_ref().and_then(|send_stream| send_stream.tcp_stats())
-    }
-
-    /// What has become of the connections, if there are several.
-    pub(crate) fn rail_stats(&self) -> Option<RailStats> {
-        self.send_stream.as_ref().and_then(|send_stream| send_stream.rail_stats())
+    /// How the connections do.
+    pub(crate) fn link_stats(&self) -> LinkStats {
+        let Some(send_stream) = &self.send_stream else { return LinkStats::default() };
+        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats() }
     }
 
     /// What bytes go through, where the transport chooses that.

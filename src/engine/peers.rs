@@ -7,10 +7,8 @@ use std::time::Instant;
 
 use crate::engine::connector::{Connector, FindRoutes};
 use crate::engine::inbox::Inbox;
-use crate::engine::outbox::Outbox;
+use crate::engine::outbox::{LinkStats, Outbox};
 use crate::error::LinkDown;
-use crate::sys::tcp_info::TcpStats;
-use crate::transport::RailStats;
 use crate::types::Rank;
 
 /// The connection to one other rank.
@@ -25,10 +23,8 @@ pub(crate) struct Peer {
     pub(crate) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     pub(crate) lost: Option<String>,
-    /// What the kernel knew of the connection to it when it was lost.
-    pub(crate) last_tcp_stats: Option<TcpStats>,
-    /// What had become of the connections to it, if there were several.
-    pub(crate) last_rail_stats: Option<RailStats>,
+    /// How the connections to it did when it was lost.
+    pub(crate) last_stats: LinkStats,
     /// Which rank it said is lost, for which it will leave, and how that was found out.
     pub(crate) reported: Option<(Option<Rank>, String)>,
 }
