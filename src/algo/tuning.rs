@@ -87,11 +87,17 @@ impl Tuning {
     }
 }
 
-/// The algorithms for the collective of this name, such as `all_reduce`, in a world of so many ranks spread evenly over
-/// so many hosts; nothing if there is no such collective or world.
+/// The algorithms that a file may name for the collective of this name, such as `all_reduce`, in a world of so many ranks spread
+/// evenly over so many hosts; nothing if there is no such collective or world.
 pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
     let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
     (0 < hosts && hosts <= ranks).then(|| algorithms_for(kind, ranks, hosts))
+}
+
+/// All algorithms for such a collective, also those that run only where a program names them.
+pub fn all_algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
+    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
+    (0 < hosts && hosts <= ranks).then(|| candidates_for(kind, ranks, hosts))
 }
 
 /// The algorithm that the engine's own table has for such a collective of so many bytes; nothing as for [`algorithms`].
@@ -130,10 +136,15 @@ impl TunedRow {
 
 /// As [`algorithms`].
 fn algorithms_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'static str> {
-    in_a_world(kind, ranks, hosts, 0, |collective, setting| {
-        // A file is for any program, and the program has to promise what that needs.
-        candidates(collective, setting).filter(|name| *name != FORWARDING).collect()
-    })
+    let mut names = candidates_for(kind, ranks, hosts);
+    // A file is for any program, and the program has to promise what that needs.
+    names.retain(|name| *name != FORWARDING);
+    names
+}
+
+/// As [`all_algorithms`].
+fn candidates_for(kind: CollectiveKind, ranks: usize, hosts: usize) -> Vec<&'static str> {
+    in_a_world(kind, ranks, hosts, 0, |collective, setting| candidates(collective, setting).collect())
 }
 
 /// Calls `ask` with such a collective of `bytes`, at least one a rank, on rank 0.

@@ -51,7 +51,8 @@ def test_each_algorithm_has_times_and_counts(parameters: Path, capsys: pytest.Ca
     expected = {(name, 4 * hosts, hosts, size) for name in sized for hosts in (2, 4) for size in (1024, 1 << 20)}
     assert seen == expected | {("barrier", 8, 2, 0), ("barrier", 16, 4, 0)}
     for one in told["findings"]:
-        names = native().algorithms(one["collective"], one["ranks"], one["hosts"])
+        names = native().algorithms(one["collective"], one["ranks"], one["hosts"], all=True)
+        assert ("forwarding" in names) == (one["collective"] == "all_to_all")
         assert list(one["algorithms"]) == names and one["chosen"] in names and not one["refused"]
         times = {name: each["seconds"] for name, each in one["algorithms"].items()}
         assert times[one["fastest"]] == min(times.values()) > 0

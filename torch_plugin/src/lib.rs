@@ -22,6 +22,7 @@ mod vendor;
 
 use std::path::PathBuf;
 
+use ncclx_rs::algo::tuning;
 use ncclx_rs::sys::cuda::{Device, driver_version, provider};
 use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -69,10 +70,13 @@ fn pytorch_recorder(hints: Vec<(String, String)>) -> PyResult<bool> {
     Ok(config::resolved(&hints)?.pytorch_recorder)
 }
 
-/// The names of the algorithms for a collective, such as `all_reduce`, of `ranks` ranks on `hosts` hosts.
+/// The names of the algorithms for a collective, such as `all_reduce`, of `ranks` ranks on `hosts` hosts: those that a tuning file
+/// may name, or all.
 #[pyfunction]
-fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'static str>> {
-    let known = ncclx_rs::algo::tuning::algorithms(collective, ranks, hosts);
+#[pyo3(signature = (collective, ranks, hosts, *, all=false))]
+fn algorithms(collective: &str, ranks: usize, hosts: usize, all: bool) -> PyResult<Vec<&'static str>> {
+    let find = if all { tuning::all_algorithms } else { tuning::algorithms };
+    let known = find(collective, ranks, hosts);
     known.ok_or_else(|| {
         PyValueError::new_err(format!(
             "algorithms: expected a collective and at least one rank a host, got {collective} of {ranks} ranks on \
@@ -84,7 +88,7 @@ fn algorithms(collective: &str, ranks: usize, hosts: usize) -> PyResult<Vec<&'st
 /// The algorithm that the engine takes for a collective of so many bytes in such a world.
 #[pyfunction]
 fn preferred_algorithm(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> PyResult<&'static str> {
-    ncclx_rs::algo::tuning::preferred(collective, ranks, hosts, bytes).ok_or_else(|| {
+    tuning::preferred(collective, ranks, hosts, bytes).ok_or_else(|| {
         PyValueError::new_err(format!(
             "preferred_algorithm: expected a collective and at least one rank a host, got {collective} of {ranks} \
              ranks on {hosts} hosts"

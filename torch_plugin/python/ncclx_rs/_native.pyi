@@ -22,8 +22,11 @@ def settings() -> list[tuple[str, list[str], str, str, str]]:
 def launch_rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of ranks, from the launcher's environment; (0, 1) without a launcher."""
 
-def algorithms(collective: str, ranks: int, hosts: int) -> list[str]:
-    """The names of the algorithms for a collective, such as ``all_reduce``, of ``ranks`` ranks on ``hosts`` hosts."""
+def algorithms(collective: str, ranks: int, hosts: int, *, all: bool = False) -> list[str]:
+    """The names of the algorithms for a collective, such as ``all_reduce``, of ``ranks`` ranks on ``hosts`` hosts.
+
+    Those that a tuning file may name, or ``all``, also those that run only where a program names them.
+    """
 
 def interfaces() -> list[tuple[str, str, bool]]:
     """This host's addresses: the interface's name, the address, and whether it is up.
