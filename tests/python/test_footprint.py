@@ -21,13 +21,15 @@ WATCHED = 1.0
 
 
 def own_memory() -> int:
-    """Bytes of this process: its part of what is mapped (proc_pid_smaps(5), Pss), and of what it shares with one other
-    rank half, also where neither has touched it.
+    """Bytes that this process alone has written to (proc_pid_smaps(5), Private_Dirty), and half of what it shares
+    with one other rank, also where neither has touched it.
+
+    Its part of what all share, as Pss has it, would change with every process that comes or goes.
     """
     own, shared, name = 0, dict[str, int](), ""
     with open("/proc/self/smaps") as lines:
         for words in (line.split() for line in lines):
-            if words[0] == "Pss:" and not name:
+            if words[0] == "Private_Dirty:" and not name:
                 own += int(words[1]) << 10
             elif "-" in words[0]:
                 name = words[4] if "/memfd:ncclx_rs" in words else ""
