@@ -7,7 +7,7 @@
 
 use crate::algo::collective::{DIRECT_MAX_RANKS, Setting};
 use crate::algo::direct;
-use crate::algo::group::Group;
+use crate::algo::group::{Group, pieces};
 use crate::schedule::{Action, Builder, Slice};
 
 /// Sends block r of `from`, whose blocks follow each other, to position r, and receives position r's block into block r of `into`.
@@ -56,8 +56,7 @@ fn exchange(builder: &mut Builder, group: &Group, setting: &Setting<'_>, from: S
     if size > DIRECT_MAX_RANKS && len * setting.bytes_in(from.space) <= BLOCK_MAX_BYTES {
         return bruck(builder, group, from, into);
     }
-    let each = |slice| (0..size).map(|at| blocks(slice, at, 1, len)).collect::<Vec<_>>();
-    direct::all_to_all(builder, group, &each(from), &each(into), |count| setting.chunk(count));
+    direct::all_to_all(builder, group, &pieces(from, size), &pieces(into, size), |count| setting.chunk(count));
 }
 
 /// In each of ⌈log₂ n⌉ rounds a rank sends the blocks whose way has the round's bit so many positions on.

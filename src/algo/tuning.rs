@@ -90,14 +90,12 @@ impl Tuning {
 /// The algorithms that a file may name for the collective of this name, such as `all_reduce`, in a world of so many ranks spread
 /// evenly over so many hosts; nothing if there is no such collective or world.
 pub fn algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
-    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
-    (0 < hosts && hosts <= ranks).then(|| algorithms_for(kind, ranks, hosts))
+    kind_of(collective, ranks, hosts).map(|kind| algorithms_for(kind, ranks, hosts))
 }
 
 /// All algorithms for such a collective, also those that run only where a program names them.
 pub fn all_algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Vec<&'static str>> {
-    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
-    (0 < hosts && hosts <= ranks).then(|| candidates_for(kind, ranks, hosts))
+    kind_of(collective, ranks, hosts).map(|kind| candidates_for(kind, ranks, hosts))
 }
 
 /// The algorithm that the engine's own table has for such a collective of so many bytes; nothing as for [`algorithms`].
@@ -106,12 +104,17 @@ pub fn all_algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Ve
 /// assert_eq!(ncclx_rs::algo::tuning::preferred("all_gather", 4, 1, 1 << 30), Some("direct"));
 /// ```
 pub fn preferred(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> Option<&'static str> {
-    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
-    (0 < hosts && hosts <= ranks).then(|| {
+    kind_of(collective, ranks, hosts).map(|kind| {
         in_a_world(kind, ranks, hosts, bytes, |collective, setting| {
             crate::algo::select::first(collective, setting).unwrap_or_default()
         })
     })
+}
+
+/// The collective of this name, if there are such worlds.
+fn kind_of(collective: &str, ranks: usize, hosts: usize) -> Option<CollectiveKind> {
+    let kind = CollectiveKind::deserialize(serde_json::Value::from(collective)).ok()?;
+    (0 < hosts && hosts <= ranks).then_some(kind)
 }
 
 impl TunedRow {
