@@ -135,6 +135,17 @@ class WorkerState:
 this_worker: WorkerState | None = None
 
 
+def descriptors(most: int | None = None) -> int:
+    """How many files this process has open; waits up to 10 s for what is still being closed, until there are `most`."""
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while (count := len(os.listdir("/proc/self/fd"))) > (count if most is None else most):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return count
+
+
 def fresh_store() -> dist.Store:
     """A store that the ranks of this run share. The n-th call on each rank returns the same store."""
     assert this_worker is not None and this_worker.task is not None, "only workers have a store"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World
+from harness import BACKEND, World, descriptors
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="other backends make no such promise")
 
@@ -21,15 +21,17 @@ WATCHED = 1.0
 
 
 def own_memory() -> int:
-    """Bytes that this process alone has written to (proc_pid_smaps(5), Private_Dirty), and half of what it shares
-    with one other rank, also where neither has touched it.
+    """Bytes of memory without a file behind it (proc_pid_smaps(5), Anonymous), and half of what it shares with one
+    other rank, also where neither has touched it.
 
-    Its part of what all share, as Pss has it, would change with every process that comes or goes.
+    What it has from the server that it was forked from counts all the time. Measures that tell who else has a page
+    (Pss, Private_Dirty) would change with every process that comes or goes, and as Python counts references.
     """
+    ctypes.CDLL(None).malloc_trim(0)  # or what is taken next would come from what is free
     own, shared, name = 0, dict[str, int](), ""
     with open("/proc/self/smaps") as lines:
         for words in (line.split() for line in lines):
-            if words[0] == "Private_Dirty:" and not name:
+            if words[0] == "Anonymous:" and not name:
                 own += int(words[1]) << 10
             elif "-" in words[0]:
                 name = words[4] if "/memfd:ncclx_rs" in words else ""
@@ -67,22 +69,13 @@ def memory_is_bounded(rank: int, size: int) -> None:
     assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
 
 
-def descriptors(most: int) -> int:
-    """How many this process has, once they are no more than that: what it takes to begin goes by itself."""
-    deadline = time.monotonic() + 10
-    while (count := len(os.listdir("/proc/self/fd"))) > most and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return count
-
-
 def further_groups_take_little(rank: int, size: int) -> None:
     count = 32
     first = dist.new_group(backend=BACKEND)
     talk_to_all([dist.group.WORLD, first], size)  # what each process makes once
     time.sleep(0.3)
-    gc.collect()
     dist.barrier()
-    before, memory = len(os.listdir("/proc/self/fd")), own_memory()
+    before, memory = descriptors(), own_memory()
     dist.barrier()
     groups = [dist.new_group(backend=BACKEND) for _ in range(count)]
     made = descriptors(before + 3 * count)
