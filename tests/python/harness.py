@@ -146,6 +146,16 @@ def descriptors(most: int | None = None) -> int:
     return count
 
 
+def stop(process: int) -> None:
+    """Stops a process, and waits until all its threads stand still: a signal alone is for one of them to see."""
+    os.kill(process, signal.SIGSTOP)
+    states = [""]
+    while any(state != "T" for state in states):
+        time.sleep(0.001)
+        threads = Path(f"/proc/{process}/task").glob("*/stat")
+        states = [thread.read_text().rpartition(")")[2].split()[0] for thread in threads]
+
+
 def fresh_store() -> dist.Store:
     """A store that the ranks of this run share. The n-th call on each rank returns the same store."""
     assert this_worker is not None and this_worker.task is not None, "only workers have a store"

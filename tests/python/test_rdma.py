@@ -20,7 +20,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, lacking
+from harness import World, lacking, stop
 from ncclx_rs import RdmaMemory, RdmaRemoteBuffer, RdmaTransport
 
 WIRES = [{"transport": "shm"}, {"transport": "shm", "single_copy_bytes": "0"}, {"transport": "tcp"}]
@@ -324,7 +324,7 @@ def a_stopped_target_is_named(rank: int, size: int, hints: dict[str, str]) -> No
     processes: list[int] = [0] * size
     dist.all_gather_object(processes, os.getpid())
     if rank == 0:
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             source = RdmaMemory(torch.ones(10_000_000))
             first = transports[1].write_async(source.to_view(), remote[1], timedelta(seconds=1))
@@ -367,7 +367,7 @@ def a_stopped_target_is_read(rank: int, size: int) -> None:
         local = RdmaMemory(into)
         # From here on this rank knows where the other one's memory lies.
         transports[1].read(local.to_mutable_view(0, 4), remote[1].to_view(0, 4))
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             transports[1].read(local.to_mutable_view(), remote[1])
             futures = [
@@ -465,7 +465,7 @@ def a_stopped_writer_does_not_delay_the_end_of_its_access(rank: int, size: int, 
     else:
         while tensor[0] == 0:
             time.sleep(0.0001)
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             memory.deregister()
             tensor.fill_(7)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HOSTS, World
+from harness import HOSTS, World, stop
 from ncclx_rs._load import native
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
@@ -127,7 +127,7 @@ def a_put_that_fails_takes_the_signal_after_it(rank: int, size: int) -> None:
     processes: list[Any] = [None] * size
     dist.all_gather_object(processes, os.getpid())
     if rank == 0:
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             put = backend()._window_put(window, torch.ones(10 * LARGE), 1, 0, True, 300)
             signalled = backend()._window_signal(window, 1, True, 60_000)
@@ -150,7 +150,7 @@ def mapped_parts_need_no_target(rank: int, size: int) -> None:
     processes: list[Any] = [None] * size
     dist.all_gather_object(processes, os.getpid())
     if rank == 0:
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             backend()._window_put(window, torch.full((LARGE,), 3.0), 1, 0, timeout_ms=5000)
             got = torch.empty(LARGE)
