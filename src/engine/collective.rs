@@ -10,7 +10,7 @@ use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
-use crate::engine::frame::{Failed, Header, MatchSpace, Reason, RtsInfo};
+use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
@@ -41,8 +41,15 @@ struct Failure {
     text: String,
 }
 
-/// A message's place among all: sender, sequence number, position between the two ranks.
+/// A message's place among all: the other rank, sequence number, position between the two ranks.
 type Key = (Rank, u64, u32);
+
+/// A receive of the active collective that waits.
+struct Posted {
+    step: StepId,
+    /// The sender has been told that there is a buffer.
+    has_asked: bool,
+}
 
 struct Active {
     sequence: u64,
@@ -80,9 +87,11 @@ pub(crate) struct Collectives {
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
-    /// Receives of the active collective that wait, with their steps.
-    posted: FxHashMap<Key, StepId>,
+    /// Receives of the active collective that wait.
+    posted: FxHashMap<Key, Posted>,
     unexpected: FxHashMap<Key, (Signature, Unexpected)>,
+    /// Messages of this rank that their receivers have asked for before they are sent, with their lengths.
+    asked: FxHashMap<Key, (Signature, u64)>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
     pub(crate) plans: PlanCache,
@@ -105,6 +114,7 @@ impl Collectives {
             active: None,
             posted: FxHashMap::default(),
             unexpected: FxHashMap::default(),
+            asked: FxHashMap::default(),
             failed: BTreeMap::new(),
             plans: PlanCache::default(),
             scratch_limit: ScratchLimit::UNBOUNDED,
@@ -127,7 +137,7 @@ impl Collectives {
 
     /// Whether nothing has come of collectives that this rank has not called.
     pub(crate) fn has_no_unexpected(&self) -> bool {
-        self.unexpected.is_empty() && self.failed.is_empty()
+        self.unexpected.is_empty() && self.asked.is_empty() && self.failed.is_empty()
     }
 
     /// Counts a collective that ended before it was submitted.
@@ -299,10 +309,9 @@ impl Collectives {
     /// Compares what came early with what this rank called.
     fn check_unexpected_signatures(&mut self, ctx: &mut OpContext, sequence: u64) {
         let Some(ours) = self.active.as_ref().map(|active| active.request.signature) else { return };
-        let disagrees =
-            |((_, key, _), (theirs, _)): &(&Key, &(Signature, Unexpected))| *key == sequence && *theirs != ours;
-        if let Some(((from, ..), (theirs, _))) = self.unexpected.iter().find(disagrees) {
-            let (from, theirs) = (*from, *theirs);
+        let announced = self.unexpected.iter().map(|(key, (theirs, _))| (*key, *theirs));
+        let mut early = announced.chain(self.asked.iter().map(|(key, (theirs, _))| (*key, *theirs)));
+        if let Some(((from, ..), theirs)) = early.find(|((_, key, _), theirs)| *key == sequence && *theirs != ours) {
             self.check_signature(ctx, from, theirs);
         }
     }
@@ -349,7 +358,11 @@ impl Collectives {
         let is_cache_hot = active.request.sends_cache_hot();
         let completion = Completion { op: OpId::Collective(sequence), step };
         let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_cache_hot);
-        if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
+        if !eager {
+            let asked = self.asked.remove(&(to, sequence, message));
+            let is_asked = asked.is_some_and(|(_, asked)| asked == len as u64);
+            ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, is_asked);
+        } else if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
             self.step_done(sequence, step);
         }
         if let Some(cause) = ctx.lost(to) {
@@ -379,25 +392,47 @@ impl Collectives {
                 match ctx.lost(from) {
                     Some(cause) => self.suspect(ctx, from, cause),
                     None => {
-                        self.posted.insert(key, step);
+                        let has_asked = self.ask(ctx, step, from, message);
+                        self.posted.insert(key, Posted { step, has_asked });
                     }
                 }
             }
         }
     }
 
-    /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
-    fn buffer(&mut self, ctx: &mut OpContext, step: StepId, from: Rank, len: u64) -> Option<RecvBuffer> {
+    /// Tells `from` that there is a buffer for what `step` receives, if that saves time. False: it is not told.
+    fn ask(&self, ctx: &mut OpContext, step: StepId, from: Rank, message: u32) -> bool {
+        let Some(active) = &self.active else { return false };
+        let (Action::Recv { into, .. } | Action::RecvReduce { into, .. }) =
+            active.plan.schedule.steps[step as usize].action
+        else {
+            return false;
+        };
+        let len = active.request.spaces.bytes(into);
+        if !ctx.rndv.asks_first(&ctx.endpoints, from, len) {
+            return false;
+        }
+        let header = active.request.header(active.sequence, message, len);
+        ctx.endpoints.send_control(from, Header { kind: FrameKind::Ready, ..header });
+        true
+    }
+
+    /// The place that `step` receives into.
+    fn place(&self, step: StepId) -> Option<RecvBuffer> {
         let active = self.active.as_ref()?;
         let completion = Completion { op: OpId::Collective(active.sequence), step };
-        let buffer = active.request.buffer(active.plan.schedule.steps[step as usize].action, completion)?;
-        let region = &buffer.region;
-        if region.len() as u64 != len {
+        active.request.buffer(active.plan.schedule.steps[step as usize].action, completion)
+    }
+
+    /// The place that `step` receives into, if it is of the length that arrives; else the collective fails.
+    fn buffer(&mut self, ctx: &mut OpContext, step: StepId, from: Rank, len: u64) -> Option<RecvBuffer> {
+        let buffer = self.place(step)?;
+        let expected = buffer.region.len();
+        if expected as u64 != len {
+            let sequence = self.current();
+            let me = ctx.me;
             let detail = format!(
-                "the ranks disagree on the sizes of collective {}: rank {} expected {} bytes from rank {from}, which sent {len}",
-                active.sequence,
-                ctx.me,
-                region.len()
+                "the ranks disagree on the sizes of collective {sequence}: rank {me} expected {expected} bytes from rank {from}, which sent {len}"
             );
             self.fail_active_with(ctx, |operation| Error::Mismatch { operation, detail });
             return None;
@@ -407,8 +442,8 @@ impl Collectives {
 
     // ---- arrivals ----
 
-    /// The step that waits for `header`, if the message is for the active collective and the ranks agree on it.
-    fn posted_step(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<StepId>, Stale> {
+    /// The receive that waits for `header`, if the message is for the active collective and the ranks agree on it.
+    fn take_posted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<Posted>, Stale> {
         if header.key < self.current() {
             return Err(Stale);
         }
@@ -420,23 +455,45 @@ impl Collectives {
     }
 
     pub(crate) fn arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Sink {
-        match self.posted_step(ctx, from, header) {
+        match self.take_posted(ctx, from, header) {
             Err(Stale) => Sink::Discard,
             Ok(None) => Sink::Heap(Vec::new()),
-            Ok(Some(step)) => self.buffer(ctx, step, from, header.len).map_or(Sink::Discard, Sink::Buffer),
+            Ok(Some(Posted { step, .. })) => {
+                self.buffer(ctx, step, from, header.len).map_or(Sink::Discard, Sink::Buffer)
+            }
+        }
+    }
+
+    /// The place for a message that comes because this rank has asked for it, unless that is over.
+    pub(crate) fn asked_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Option<RecvBuffer> {
+        let posted = self.take_posted(ctx, from, header).ok()??;
+        self.place(posted.step)
+    }
+
+    /// `from` has a buffer for a message of this rank.
+    pub(crate) fn ready_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        if header.key < self.current() {
+            return;
+        }
+        let is_active = self.active.as_ref().is_some_and(|active| active.sequence == header.key);
+        if is_active && !self.check_signature(ctx, from, header.signature) {
+            return;
+        }
+        if !ctx.rndv.ready_arrives(&mut ctx.endpoints, from, header) {
+            self.asked.insert((from, header.key, header.index), (header.signature, header.len));
         }
     }
 
     /// A message that no step waited for when its header came is complete.
     pub(crate) fn unexpected_complete(&mut self, ctx: &mut OpContext, from: Rank, header: Header, bytes: Vec<u8>) {
         let sequence = header.key;
-        match self.posted_step(ctx, from, header) {
+        match self.take_posted(ctx, from, header) {
             Err(Stale) => {}
             Ok(None) => {
                 let key = (from, header.key, header.index);
                 self.unexpected.insert(key, (header.signature, Unexpected::Whole(bytes)));
             }
-            Ok(Some(step)) => {
+            Ok(Some(Posted { step, .. })) => {
                 if let Some(mut buffer) = self.buffer(ctx, step, from, header.len) {
                     buffer.take(&bytes);
                     self.step_done(sequence, step);
@@ -446,18 +503,19 @@ impl Collectives {
     }
 
     pub(crate) fn rts_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
-        match self.posted_step(ctx, from, header) {
+        match self.take_posted(ctx, from, header) {
             Err(Stale) => {}
             Ok(None) => {
                 let unexpected = Unexpected::Rts(header.rts());
                 let key = (from, header.key, header.index);
                 self.unexpected.insert(key, (header.signature, unexpected));
             }
-            Ok(Some(step)) => {
-                if let Some(buffer) = self.buffer(ctx, step, from, header.len) {
-                    ctx.receive(from, header.rts(), MatchSpace::Collective, buffer);
-                }
-            }
+            Ok(Some(Posted { step, has_asked })) => match self.buffer(ctx, step, from, header.len) {
+                // The sender has not seen yet that it is asked, and takes that for the answer.
+                Some(buffer) if has_asked && header.address.is_none() => ctx.rndv.expect(from, header.token, buffer),
+                Some(buffer) => ctx.receive(from, header.rts(), MatchSpace::Collective, buffer),
+                None => {}
+            },
         }
     }
 
@@ -522,6 +580,8 @@ impl Collectives {
         active.ready.clear();
         self.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         self.active = None;
+        // What this rank had sent when it was asked for it.
+        self.asked.retain(|(_, asked, _), _| *asked > sequence);
         if result.is_err() {
             ctx.cancel(OpId::Collective(sequence), |_, _| ());
             self.posted.clear();
@@ -555,6 +615,7 @@ impl Collectives {
         self.next += 1;
         self.failed.remove(&sequence);
         self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
+        self.asked.retain(|(_, earlier, _), _| *earlier > sequence);
         tell_others(ctx, Failed::Collective { sequence, reason: Reason::Own, lost: None }, text);
         true
     }
@@ -628,6 +689,7 @@ impl Collectives {
             ctx.finish(work, Err(error), None);
         }
         self.unexpected.clear();
+        self.asked.clear();
     }
 
     pub(crate) fn check_deadline(&mut self, ctx: &mut OpContext, now: Instant) {

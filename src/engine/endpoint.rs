@@ -531,9 +531,9 @@ impl Endpoints {
         }
     }
 
-    /// Whether the stream to `peer` lets it read this process's memory.
-    pub(crate) fn peer_can_read(&self, peer: Rank) -> bool {
-        self.peers.get(peer).is_some_and(|peer| peer.outbox.peer_can_read())
+    /// Whether the stream to `peer` lets it read this process's memory, if it is open.
+    pub(crate) fn peer_can_read(&self, peer: Rank) -> Option<bool> {
+        self.peers.get(peer).and_then(|peer| peer.outbox.peer_can_read())
     }
 
     /// Marks as stale what `peer` reads of this process's memory, until it knows what has been invalidated.
@@ -796,5 +796,5 @@ const OPENING_TEND: Duration = Duration::from_millis(5);
 /// In larger worlds, failures are told to this many ranks, and they time out on the others.
 const NOTIFY_MAX_RANKS: usize = 128;
 
-/// How long the stream from a peer may outlast the stream to it.
-pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long the stream from a peer may outlast the stream to it: TCP may have to send its last bytes several times.
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);

@@ -2,7 +2,8 @@
 //!
 //! A short message is one `Eager` frame. Of a long one, the sender sends an `Rts` frame. The message travels in `Data`
 //! frames once its receiver has answered with `Rtr`, so no stream is blocked by data that no rank wants yet. If the `Rts`
-//! frame says where the message lies, the receiver may read it there, and answers with `Ats`.
+//! frame says where the message lies, the receiver may read it there, and answers with `Ats`. Who knows from the schedule of a
+//! collective what will come asks for it by `Ready`, and saves the way there and back.
 //! All integers are little endian.
 
 use std::ops::Deref;
@@ -63,12 +64,14 @@ pub(crate) enum FrameKind {
     Flush = 13,
     /// The answer to `token` of the frame's addressee: all is there, or there is no window `key` if `index` is not zero.
     Flushed = 14,
+    /// The receiver has a buffer for the collective's message `key`, `index` of `len` bytes, of which it has had no `Rts`.
+    Ready = 15,
 }
 
 impl FrameKind {
     /// Whether its header has a token and an address.
     fn has_token(self) -> bool {
-        !matches!(self, FrameKind::Eager | FrameKind::Credit)
+        !matches!(self, FrameKind::Eager | FrameKind::Credit | FrameKind::Ready)
     }
 
     /// The size of its header.
@@ -76,7 +79,7 @@ impl FrameKind {
         if self.has_token() { HEADER_MAX } else { HEADER_MIN }
     }
 
-    const ALL: [FrameKind; 14] = [
+    const ALL: [FrameKind; 15] = [
         FrameKind::Eager,
         FrameKind::Rts,
         FrameKind::Rtr,
@@ -91,6 +94,7 @@ impl FrameKind {
         FrameKind::Accumulate,
         FrameKind::Flush,
         FrameKind::Flushed,
+        FrameKind::Ready,
     ];
 }
 
@@ -332,8 +336,14 @@ impl Header {
 
     /// One more than the last collective that the sender of this has called, as far as it tells.
     pub(crate) fn called(&self) -> u64 {
-        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Rts);
+        let tells = matches!(self.kind, FrameKind::Eager | FrameKind::Rts | FrameKind::Ready);
         if tells && self.match_space == MatchSpace::Collective { self.key.saturating_add(1) } else { 0 }
+    }
+
+    /// Whether both are of one message of a collective, between the same two ranks.
+    pub(crate) fn is_same_message(&self, other: &Header) -> bool {
+        let message = |header: &Header| (header.match_space, header.key, header.index, header.len);
+        self.match_space == MatchSpace::Collective && message(self) == message(other)
     }
 
     /// What an `Rts` frame says of its message.
@@ -355,7 +365,8 @@ impl Header {
             | FrameKind::Flush
             | FrameKind::Flushed
             | FrameKind::Ats
-            | FrameKind::Invalidated => 0,
+            | FrameKind::Invalidated
+            | FrameKind::Ready => 0,
         }
     }
 }

@@ -143,9 +143,9 @@ impl Outbox {
         written.map(|_| false)
     }
 
-    /// Whether the peer can read this process's memory.
-    pub(crate) fn peer_can_read(&self) -> bool {
-        self.send_stream.as_ref().is_some_and(|send_stream| send_stream.peer_can_read())
+    /// Whether the peer can read this process's memory, which an open stream tells.
+    pub(crate) fn peer_can_read(&self) -> Option<bool> {
+        self.send_stream.as_ref().map(|send_stream| send_stream.peer_can_read())
     }
 
     /// Makes the peer doubt what it reads of this process's memory.

@@ -481,7 +481,13 @@ impl Engine {
             (FrameKind::Eager, MatchSpace::Device) => return self.relay.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::DeviceMessage) => return self.device_messages.arrives(ctx, from, header),
             (FrameKind::Eager, MatchSpace::DeviceAccess) => return self.device_accesses.arrives(ctx, from, header),
-            (FrameKind::Data, _) => return ctx.rndv.data_arrives(from, header),
+            (FrameKind::Data, space) => {
+                let buffer = match ctx.rndv.take_buffer(from, header.token) {
+                    None if space == MatchSpace::Collective => self.collectives.asked_arrives(ctx, from, header),
+                    known => known,
+                };
+                return buffer.filter(|buffer| buffer.fits(header.payload())).map_or(Sink::Discard, Sink::Buffer);
+            }
             (FrameKind::Put, _) => return self.windows.put_arrives(ctx, from, header),
             (FrameKind::Accumulate, _) => return self.windows.accumulate_arrives(ctx, from, header),
             (FrameKind::Fail, _) => return Sink::Heap(Vec::new()),
@@ -490,6 +496,7 @@ impl Engine {
             (FrameKind::Rts, MatchSpace::Device) => self.relay.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::DeviceMessage) => self.device_messages.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::DeviceAccess) => self.device_accesses.rts_arrives(ctx, from, header),
+            (FrameKind::Ready, _) => self.collectives.ready_arrives(ctx, from, header),
             (FrameKind::Rtr, _) => ctx.rndv.rtr_arrives(&mut ctx.endpoints, from, header),
             (FrameKind::Ats, _) => {
                 if let Some(completion) = ctx.rndv.ats_arrives(from, header.token) {

@@ -2,7 +2,8 @@
 //!
 //! Names as in UCX. A short message is one `Eager` frame. Of a long one, the sender first sends an RTS, and keeps a
 //! [`PendingSend`]. The receiver either answers with an RTR, on which `Data` follows, or reads the message where it lies
-//! ([`single_copy`](crate::engine::single_copy)) and answers with an ATS.
+//! ([`single_copy`](crate::engine::single_copy)) and answers with an ATS. A collective's receiver does not wait for the RTS of
+//! what it cannot read: it says that it is ready, and `Data` may come at once.
 //!
 //! A sender whose operation ends early invalidates the address before it gives the memory away: it counts up in shared
 //! memory, and then sends `Invalidated`.
@@ -17,7 +18,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
 use crate::engine::per_rank::PerRank;
-use crate::engine::recv_buffer::{RecvBuffer, Sink};
+use crate::engine::recv_buffer::RecvBuffer;
 use crate::engine::single_copy::{ReadEnd, Reading, Reads};
 use crate::sys::team::Team;
 use crate::transport::MemoryAddress;
@@ -92,7 +93,7 @@ impl Rendezvous {
 
     /// Whether `peer` can read this process's memory, as far as is known.
     fn peer_can_read(&self, endpoints: &Endpoints, peer: Rank) -> bool {
-        endpoints.peer_can_read(peer) && !self.cannot_read.get(peer)
+        endpoints.peer_can_read(peer) == Some(true) && !self.cannot_read.get(peer)
     }
 
     /// Sends a message of an operation: at once if it is `eager`, else by an RTS. True: it is written, which the completion
@@ -109,6 +110,20 @@ impl Rendezvous {
         if eager {
             return endpoints.send(to, Header { kind: FrameKind::Eager, ..header }, body, completion);
         }
+        self.send_long(endpoints, to, header, body, completion, false);
+        false
+    }
+
+    /// Sends a long message: by an RTS, unless the receiver has asked for it and is not to read it instead.
+    pub(crate) fn send_long(
+        &mut self,
+        endpoints: &mut Endpoints,
+        to: Rank,
+        header: Header,
+        body: Body,
+        completion: Completion,
+        is_asked: bool,
+    ) {
         let token = self.next_token;
         self.next_token += 1;
         let address = match &body {
@@ -117,11 +132,27 @@ impl Rendezvous {
             }
             _ => None,
         };
+        if is_asked && address.is_none() {
+            return endpoints.push_from(to, 0, Header { kind: FrameKind::Data, token, ..header }, body, completion);
+        }
         let header = Header { kind: FrameKind::Rts, token, address, ..header };
         self.pending_sends.insert(token, PendingSend { to, header, body, completion, copy: None });
         endpoints.send_control(to, header);
         endpoints.expect(to);
-        false
+    }
+
+    /// `from` has a buffer for a message of a collective. True: that waits for it, and is sent.
+    pub(crate) fn ready_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, ready: Header) -> bool {
+        let is_asked = |pending: &PendingSend| {
+            let PendingSend { to, header, .. } = pending;
+            // What lies where its receiver can read it is for that to answer.
+            *to == from && header.address.is_none() && header.is_same_message(&ready)
+        };
+        let found = self.pending_sends.iter().find(|(_, pending)| is_asked(pending)).map(|(token, _)| *token);
+        let Some(pending) = found.and_then(|token| self.take_pending_send(from, token)) else { return false };
+        let header = Header { kind: FrameKind::Data, ..pending.header };
+        endpoints.push_from(from, 0, header, pending.body, pending.completion);
+        true
     }
 
     /// The messages that wait for their receivers, by token.
@@ -209,6 +240,12 @@ impl Rendezvous {
         Reads::is_faster(address, buffer, self.oversubscribed, self.team, is_busy)
     }
 
+    /// Whether to ask `from` for a message of so many bytes before it announces that: it is neither sent eagerly nor read where
+    /// it lies.
+    pub(crate) fn asks_first(&self, endpoints: &Endpoints, from: Rank, len: usize) -> bool {
+        len > self.eager_bytes && endpoints.peer_can_read(from) == Some(false)
+    }
+
     /// Tells the sender of a message that there is a buffer for it.
     fn send_rtr(
         &mut self,
@@ -230,12 +267,9 @@ impl Rendezvous {
         self.recv_buffers.insert((from, token), buffer);
     }
 
-    /// Where the next bytes of a message go.
-    pub(crate) fn data_arrives(&mut self, from: Rank, header: Header) -> Sink {
-        match self.recv_buffers.remove(&(from, header.token)) {
-            Some(buffer) if buffer.fits(header.payload()) => Sink::Buffer(buffer),
-            _ => Sink::Discard,
-        }
+    /// The buffer for the next bytes of a message, if it has one.
+    pub(crate) fn take_buffer(&mut self, from: Rank, token: u64) -> Option<RecvBuffer> {
+        self.recv_buffers.remove(&(from, token))
     }
 
     /// Whether there are messages to be read.

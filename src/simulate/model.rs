@@ -15,6 +15,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::time::{MAX_SECONDS, Time};
+use crate::config::Config;
 
 /// What messages between two ranks cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,12 +28,19 @@ pub struct Link {
     pub gap: Time,
     /// G: what each byte after a message's first adds.
     pub gap_per_byte: Time,
+    /// S: of longer messages of a collective, the first byte is not sent before the sender has heard that the receiver has a buffer.
+    pub eager_bytes: u64,
 }
 
 impl Link {
     /// How long an interface is taken by the bytes of a message: G (k − 1) for k bytes.
     pub fn bytes(&self, count: u64) -> Time {
         self.gap_per_byte.times(count.saturating_sub(1))
+    }
+
+    /// How long a message without content takes: o + L + o.
+    pub fn notice(&self) -> Time {
+        self.overhead.plus(self.latency).plus(self.overhead)
     }
 }
 
@@ -67,9 +75,11 @@ impl Model {
         if file.version != VERSION {
             return Err(format!("version: expected {VERSION}, got {}", file.version));
         }
+        // Within a host, long messages are read where they lie, which takes no more than is measured.
+        let (all, eager) = (u64::MAX, Config::default().eager_bytes.get() as u64);
         Ok(Model {
-            within_host: link("within_host", file.within_host)?,
-            between_hosts: file.between_hosts.map(|value| link("between_hosts", value)).transpose()?,
+            within_host: link("within_host", file.within_host, all)?,
+            between_hosts: file.between_hosts.map(|value| link("between_hosts", value, eager)).transpose()?,
             reduce_per_byte: time("reduce_per_byte", file.reduce_per_byte)?,
             copy_per_byte: time("copy_per_byte", file.copy_per_byte)?,
             start: file.start.map(start).transpose().map_err(|error| format!("start: {error}"))?,
@@ -94,21 +104,23 @@ struct File {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Seconds {
+struct LinkFields {
     latency: f64,
     overhead: f64,
     gap: f64,
     gap_per_byte: f64,
+    eager_bytes: Option<u64>,
 }
 
-fn link(field: &str, value: Value) -> Result<Link, String> {
+fn link(field: &str, value: Value, eager_bytes: u64) -> Result<Link, String> {
     let inside = |error: String| format!("{field}: {error}");
-    let seconds: Seconds = read(value).map_err(inside)?;
+    let file: LinkFields = read(value).map_err(inside)?;
     Ok(Link {
-        latency: time("latency", seconds.latency).map_err(inside)?,
-        overhead: time("overhead", seconds.overhead).map_err(inside)?,
-        gap: time("gap", seconds.gap).map_err(inside)?,
-        gap_per_byte: time("gap_per_byte", seconds.gap_per_byte).map_err(inside)?,
+        latency: time("latency", file.latency).map_err(inside)?,
+        overhead: time("overhead", file.overhead).map_err(inside)?,
+        gap: time("gap", file.gap).map_err(inside)?,
+        gap_per_byte: time("gap_per_byte", file.gap_per_byte).map_err(inside)?,
+        eager_bytes: file.eager_bytes.unwrap_or(eager_bytes),
     })
 }
 
@@ -153,6 +165,11 @@ mod tests {
         assert_eq!(model.start.map(|start| start.table_per_rank), Some(Time::femtoseconds(2_000_000_000)));
         assert_eq!(model.within_host.bytes(11), Time::femtoseconds(1_000_000));
         assert_eq!(model.within_host.bytes(0), Time::ZERO);
+        let eager_bytes =
+            |model: &Model| [Some(model.within_host), model.between_hosts].map(|link| link.unwrap().eager_bytes);
+        assert_eq!(eager_bytes(&model), [u64::MAX, 65_536]);
+        let other = FILE.replace("\"gap\": 0", "\"gap\": 0, \"eager_bytes\": 0");
+        assert_eq!(eager_bytes(&Model::parse(&other).unwrap()), [u64::MAX, 0]);
     }
 
     #[test]
@@ -167,6 +184,10 @@ mod tests {
         assert!(wrong("\"gap\": 0", "\"gaps\": 0").starts_with("between_hosts: unknown field `gaps`"));
         assert!(wrong("2e-6", "\"2\"").starts_with("between_hosts: invalid type: string \"2\""));
         assert!(wrong("\"admit\"", "\"admits\"").starts_with("start: unknown field `admits`"));
+        assert!(
+            wrong("\"gap\": 0", "\"gap\": 0, \"eager_bytes\": -1")
+                .starts_with("between_hosts: invalid value: integer `-1`")
+        );
         assert_eq!(wrong("1e-5", "-1"), "start: admit: expected seconds from 0 to 3600, got -1");
         assert_eq!(wrong("5e-11", "4000"), "copy_per_byte: expected seconds from 0 to 3600, got 4000");
         assert!(Model::parse("nothing").unwrap_err().contains("line 1 column"));

@@ -36,6 +36,8 @@ pub(super) struct Step {
     /// How many messages to the same peer stand before it in the schedule.
     pub(super) sequence: u32,
     pub(super) kind: Kind,
+    /// It belongs to a collective, whose long messages wait for their receivers.
+    pub(super) may_wait: bool,
 }
 
 /// What a rank does that runs no schedule of a collective.
@@ -177,7 +179,8 @@ impl<'a> Program<'a> {
     pub(super) fn add_tasks(&mut self, tasks: &Tasks) -> Result<(), SimulateError> {
         let mut sends = Sends::default();
         let steps = tasks.0.iter().map(|(task, after)| {
-            let step = |kind, bytes, peer: Rank, sequence| Step { bytes, peer: peer.0, sequence, kind };
+            let step =
+                |kind, bytes, peer: Rank, sequence| Step { bytes, peer: peer.0, sequence, kind, may_wait: false };
             let step = match *task {
                 Task::Send { to, bytes } => step(Kind::Send, bytes, to, sends.count(to)),
                 Task::Receive { from, bytes } => step(Kind::Receive, bytes, from, 0),
@@ -267,6 +270,7 @@ fn compact(action: &Action, element: u64, placement: Placement, sequence: impl F
         bytes: slice.len as u64 * element,
         peer: peer.0,
         sequence,
+        may_wait: true,
     };
     let local = |kind, slice| step(kind, slice, Rank(0), 0);
     match *action {

@@ -4,7 +4,9 @@
 //! these the first in the schedule. A receive also waits for its message. A send keeps the processor for o; then the message
 //! goes through the sender's interface, takes L to the receiver's, goes through that, and its receive keeps the receiver's
 //! processor for o. A byte is not sent before the interface has let the bytes before it pass, and what a receiver combines it
-//! combines after that. A send is done when its last byte has left.
+//! combines after that. A send is done when its last byte has left. A long one waits until its receiver has a buffer, and has said so,
+//! which takes o + L + o but keeps no processor: S of LogGPS (Ino, Fujimoto, Hagihara, "LogGPS: a parallel computational model for
+//! synchronization analysis", 2001).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,6 +23,8 @@ use super::world::World;
 enum What {
     /// A late rank begins.
     Begin,
+    /// The receiver of a send has said that it has a buffer.
+    Asked,
     /// The last byte of a send has left.
     Sent,
     /// The processor is done with a step.
@@ -50,6 +54,8 @@ struct Run<'a> {
     /// For each rank, the steps that its processor may take, and since when.
     ready: Vec<BinaryHeap<Reverse<(Time, StepNumber)>>>,
     is_busy: Vec<bool>,
+    /// For each receive, the send that waits for it, or `NONE`; empty where no message is long.
+    waiting: Vec<StepNumber>,
     /// Ranks that may have something to take.
     idle: Vec<u32>,
     sending: Interfaces<'a>,
@@ -69,6 +75,8 @@ pub(super) fn run(program: &Program<'_>, world: &World, model: &Model, late: &[(
         *count += u32::from(matches!(step.kind, Kind::Receive | Kind::ReceiveReduce));
     }
     let ranks = world.ranks();
+    let sending = Interfaces::new(world, model);
+    let waiting = waiting(program, &sending, &mut waits_for);
     let mut run = Run {
         program,
         model,
@@ -77,8 +85,9 @@ pub(super) fn run(program: &Program<'_>, world: &World, model: &Model, late: &[(
         waits_for,
         ready: (0..ranks).map(|_| BinaryHeap::new()).collect(),
         is_busy: vec![false; ranks],
+        waiting,
         idle: Vec::new(),
-        sending: Interfaces::new(world, model),
+        sending,
         receiving: Interfaces::new(world, model),
         ended: vec![Time::ZERO; ranks],
         steps_done: 0,
@@ -97,6 +106,24 @@ pub(super) fn run(program: &Program<'_>, world: &World, model: &Model, late: &[(
     run.ended
 }
 
+/// The sends of long messages, each at the receive that it waits for, and counts that in `waits_for`.
+fn waiting(program: &Program<'_>, links: &Interfaces<'_>, waits_for: &mut [u32]) -> Vec<StepNumber> {
+    let mut waiting = Vec::new();
+    for rank in 0..program.sent.len() as u32 {
+        for number in program.of_rank(rank) {
+            let step = &program.steps[number as usize];
+            if step.kind == Kind::Send && step.may_wait && step.bytes > links.link(rank, step.peer).eager_bytes {
+                waiting.resize(program.steps.len(), NONE);
+                waiting[program.receive_of(rank, step) as usize] = number;
+                waits_for[number as usize] += 1;
+            }
+        }
+    }
+    waiting
+}
+
+const NONE: StepNumber = StepNumber::MAX;
+
 impl Run<'_> {
     fn begin(&mut self, late: &[(u32, Time)]) {
         for &(rank, at) in late {
@@ -109,13 +136,37 @@ impl Run<'_> {
                     self.offer(rank, step);
                 }
             }
+            if !self.is_busy[rank as usize] {
+                self.ask_first(rank);
+            }
         }
+    }
+
+    /// A rank begins: it has buffers for what waits for nothing else.
+    fn ask_first(&mut self, rank: u32) {
+        for step in self.program.of_rank(rank) {
+            if self.waits_for[step as usize] == 1 {
+                self.ask(rank, step);
+            }
+        }
+    }
+
+    /// A step waits for one thing more. If it is a long message, its sender hears of that.
+    fn ask(&mut self, rank: u32, step: StepNumber) {
+        let Some(send) = self.waiting.get(step as usize).copied().filter(|send| *send != NONE) else { return };
+        let peer = self.program.steps[step as usize].peer;
+        let at = self.now.plus(self.sending.link(rank, peer).notice());
+        self.events.push(Reverse(Event { at, what: What::Asked, rank: peer, step: send }));
     }
 
     fn handle(&mut self, event: Event) {
         let Event { what, rank, step, .. } = event;
         match what {
-            What::Begin => self.rest(rank),
+            What::Begin => {
+                self.rest(rank);
+                self.ask_first(rank);
+            }
+            What::Asked => self.wait_for_less(rank, step),
             What::Sent => self.complete(rank, step),
             What::Done => {
                 self.rest(rank);
@@ -156,8 +207,10 @@ impl Run<'_> {
     fn wait_for_less(&mut self, rank: u32, step: StepNumber) {
         let count = &mut self.waits_for[step as usize];
         *count -= 1;
-        if *count == 0 {
-            self.offer(rank, step);
+        match *count {
+            0 => self.offer(rank, step),
+            1 => self.ask(rank, step),
+            _ => {}
         }
     }
 

@@ -9,12 +9,14 @@ const WITHIN: Link = Link {
     overhead: Time::femtoseconds(200_000_003),
     gap: Time::femtoseconds(1009),
     gap_per_byte: Time::femtoseconds(90_001),
+    eager_bytes: u64::MAX,
 };
 const BETWEEN: Link = Link {
     latency: Time::femtoseconds(3_000_000_019),
     overhead: Time::femtoseconds(900_000_011),
     gap: Time::femtoseconds(2003),
     gap_per_byte: Time::femtoseconds(350_003),
+    eager_bytes: u64::MAX,
 };
 const MODEL: Model = Model {
     within_host: WITHIN,
@@ -32,7 +34,11 @@ fn schedule_of(write: impl FnOnce(&mut Builder)) -> Schedule {
 
 /// When each rank ends. Elements have 4 bytes.
 fn ends(world: &World, late: &[(u32, Time)], plan: impl Fn(Rank) -> Schedule) -> Vec<Time> {
-    run::run(&program(world, Placement::Apart, plan).expect("few steps"), world, &MODEL, late)
+    ends_in(&MODEL, world, late, plan)
+}
+
+fn ends_in(model: &Model, world: &World, late: &[(u32, Time)], plan: impl Fn(Rank) -> Schedule) -> Vec<Time> {
+    run::run(&program(world, Placement::Apart, plan).expect("few steps"), world, model, late)
 }
 
 fn all(world: &World, me: Rank) -> Group {
@@ -64,6 +70,36 @@ fn a_message_takes_two_overheads_its_bytes_and_the_latency() {
             });
             assert_eq!(found[1], message(link, 4 * len as u64));
             assert_eq!(found[0], link.overhead.plus(link.bytes(4 * len as u64)), "the last byte has left");
+        }
+    }
+}
+
+#[test]
+fn a_long_message_waits_until_its_receiver_has_a_buffer() {
+    let model = Model { between_hosts: Some(Link { eager_bytes: 8000, ..BETWEEN }), ..MODEL };
+    let world = World::new(1, 2).unwrap();
+    let (late, busy) = (Time::femtoseconds(1 << 42), Action::Scale { slice: output(100_000) });
+    let scales = MODEL.reduce_per_byte.times(400_000);
+    for (len, is_long) in [(2000, false), (2001, true)] {
+        let (sent, notice) = (message(&BETWEEN, 4 * len as u64), if is_long { BETWEEN.notice() } else { Time::ZERO });
+        let plan = |me, is_busy| {
+            schedule_of(|builder| match me {
+                Rank(0) => _ = builder.push(Action::Send { to: Rank(1), from: output(len) }),
+                _ if is_busy => {
+                    let scaled = builder.push(busy);
+                    builder.push_after(scaled, Action::Recv { from: Rank(0), into: output(len) });
+                }
+                _ => _ = builder.push(Action::Recv { from: Rank(0), into: output(len) }),
+            })
+        };
+        assert_eq!(ends_in(&model, &world, &[], |me| plan(me, false))[1], notice.plus(sent));
+        // A receiver that begins late, and one that does something else first.
+        for (begins, found) in [
+            (late, ends_in(&model, &world, &[(1, late)], |me| plan(me, false))[1]),
+            (scales, ends_in(&model, &world, &[], |me| plan(me, true))[1]),
+        ] {
+            let expected = if is_long { notice.plus(sent) } else { BETWEEN.overhead };
+            assert_eq!(found, begins.plus(expected), "{len} elements");
         }
     }
 }

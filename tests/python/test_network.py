@@ -75,8 +75,8 @@ def add_dead_end(namespace: str, interface: str, address: str) -> None:
 
 
 @contextmanager
-def hosts(letters: str) -> Iterator[tuple[str, ...]]:
-    """Makes a namespace for each letter, without connections."""
+def hosts(letters: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Makes a namespace for each letter or name, without connections."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         lacking("network namespaces need root and the ip command")
     names = tuple(f"ncclxrs{os.getpid()}{letter}" for letter in letters)

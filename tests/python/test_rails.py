@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import json
 import logging
-import os
 import re
-import select
 import statistics
-import struct
 import subprocess
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +17,9 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
+from distance import far_apart, set_tcp
 from harness import BACKEND, World, lacking
-from test_network import CLONE_NEWNET, PORT, Host, connect, hosts, ip
+from test_network import PORT, Host, connect, hosts, ip
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="its own setting")
 
@@ -107,67 +101,10 @@ def test_two_networks_carry_almost_twice_as_much_as_one() -> None:
     assert min(ratios) >= 1.8, ratios
 
 
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-
-
-def tunnel(namespace: str, address: str) -> int:
-    """Makes a network interface in the namespace whose packets this process reads and writes."""
-    made: list[int] = []
-
-    def enter() -> None:
-        # A thread of its own stays in the namespace.
-        try:
-            with open(f"/run/netns/{namespace}") as other:
-                ctypes.CDLL(None).setns(other.fileno(), CLONE_NEWNET)
-            descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", b"wire0", IFF_TUN | IFF_NO_PI))
-            made.append(descriptor)
-        except OSError:
-            pass
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    if not made:
-        lacking("this kernel has no tunnels")
-    ip("-n", namespace, "addr", "add", address, "dev", "wire0")
-    ip("-n", namespace, "link", "set", "wire0", "mtu", "9000", "up")
-    return made[0]
-
-
-@contextmanager
-def long_distance(delay: float) -> Iterator[tuple[str, ...]]:
-    """Two hosts whose packets to each other take so long, with at most 64 KiB under way on each connection."""
-    with hosts("ab") as names:
-        ends = [tunnel(name, address) for name, address in zip(names, RAILS[0], strict=True)]
-        for name in names:
-            ip("netns", "exec", name, "sh", "-c", "echo 4096 65536 65536 >/proc/sys/net/ipv4/tcp_rmem")
-        stopped = threading.Event()
-
-        def carry() -> None:
-            under_way: deque[tuple[float, int, bytes]] = deque()
-            while not stopped.is_set():
-                due = under_way[0][0] - time.monotonic() if under_way else 0.1
-                for end in select.select(ends, [], [], max(0, min(due, 0.1)))[0]:
-                    packet = os.read(end, 65536)
-                    under_way.append((time.monotonic() + delay, ends[1 - ends.index(end)], packet))
-                while under_way and under_way[0][0] <= time.monotonic():
-                    _, end, packet = under_way.popleft()
-                    os.write(end, packet)
-
-        carrier = threading.Thread(target=carry)
-        carrier.start()
-        try:
-            yield names
-        finally:
-            stopped.set()
-            carrier.join()
-            for end in ends:
-                os.close(end)
-
-
 def test_over_a_long_distance_four_connections_carry_more_than_twice_as_much_as_one() -> None:
-    with long_distance(0.04) as names:
+    with far_apart(2, 0.04) as names:
+        # At most 64 KiB under way on each connection.
+        set_tcp(names, rmem="4096 65536 65536")
         ratios = run(ratio_to_one_connection, names, 4, LONG, 3)
     assert min(ratios) > 2, ratios
 

@@ -82,6 +82,25 @@ def test_options_stand_for_a_file(parameters: Path, capsys: pytest.CaptureFixtur
     assert slower["findings"][0]["algorithms"]["binomial"]["seconds"] > 1e-3
 
 
+def test_long_messages_wait_for_their_receivers_between_hosts(
+    parameters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def takes(between: dict[str, Any], *words: str) -> float:
+        parameters.write_text(json.dumps({**PARAMETERS, "between_hosts": between}))
+        words = ("--parameters", str(parameters), "--hosts", "2", "--ranks-per-host", "1", *words)
+        told = found(capsys, *words, "--collectives", "all_gather", "--sizes", "256K", "--algorithms", "ring")
+        seconds: float = told["findings"][0]["algorithms"]["ring"]["seconds"]
+        return seconds
+
+    link = LINKS["between_hosts"]
+    notice = 2 * link["overhead"] + link["latency"]
+    by_default, never = takes(link), takes({**link, "eager_bytes": 1 << 17})
+    assert by_default - never == pytest.approx(notice) and takes({**link, "eager_bytes": (1 << 17) - 1}) == by_default
+    # Options give the other numbers of a link.
+    slow = {**link, "latency": 1.0, "eager_bytes": 1 << 17}
+    assert takes(slow, "--between-hosts", ",".join(map(str, link.values()))) == never
+
+
 def test_a_late_rank_costs_what_others_wait_for_it(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--parameters", parameters, "--collectives", "all_reduce", "--sizes", "1K", "--late", "3=0.5"]
     for each in found(capsys, *words)["findings"][0]["algorithms"].values():

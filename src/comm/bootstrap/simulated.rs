@@ -208,7 +208,7 @@ mod tests {
 
     fn link(latency: u64, overhead: u64) -> Link {
         let [latency, overhead] = [latency, overhead].map(Time::femtoseconds);
-        Link { latency, overhead, gap: Time::ZERO, gap_per_byte: Time::ZERO }
+        Link { latency, overhead, gap: Time::ZERO, gap_per_byte: Time::ZERO, eager_bytes: u64::MAX }
     }
 
     /// Nothing takes time but what is given.

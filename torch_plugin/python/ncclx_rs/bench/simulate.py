@@ -365,7 +365,9 @@ def _parameters(options: argparse.Namespace) -> str:
         )
     for field in ("within_host", "between_hosts", "reduce_per_byte", "copy_per_byte"):
         value = getattr(options, field)
-        if value is not None:
+        if isinstance(value, dict):  # the file's other fields of a link stay
+            known[field] = {**known.get(field, {}), **value}
+        elif value is not None:
             known[field] = value
     text = json.dumps(known)
     try:

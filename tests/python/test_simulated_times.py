@@ -1,0 +1,128 @@
+"""What a simulation says beside what is measured between hosts that are far apart: worlds of 2 to 64 ranks.
+
+The way between the hosts takes so long that it hardly counts what else the machine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distance import address, far_apart, set_tcp
+from harness import BACKEND, World
+from ncclx_rs.bench import simulate
+from test_network import PORT, Host
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from spread import spread  # noqa: E402  # tests/bench is no package
+
+pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="only the engine's schedules are simulated")
+
+# What a message takes of the way besides its bytes: headers of the frame, of TCP and of IP, and the acknowledgement.
+HEADERS = 150
+SHORT, LONG = 4096, 1 << 18
+ROUNDS = 3
+# By which part the median of what is measured may differ from what is simulated.
+TOLERANCE = 0.25
+
+Case = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Posed(Host):
+    """Also gives the host of each rank a name."""
+
+    def __call__(self, rank: int) -> None:
+        os.environ["NCCLX_RS_HOST_ID"] = self.namespaces[rank]
+        super().__call__(rank)
+
+
+def parameters(latency: float, gap_per_byte: float) -> dict[str, Any]:
+    """Those of hosts of `far_apart`."""
+    between = {"latency": latency, "overhead": 1e-5, "gap": HEADERS * gap_per_byte, "gap_per_byte": gap_per_byte}
+    within = {"latency": 1e-6, "overhead": 1e-6, "gap": 1e-7, "gap_per_byte": 1e-10}
+    return {"version": 1, "within_host": within, "between_hosts": between, "reduce_per_byte": 1e-10}
+
+
+def operations(size: int, length: int) -> dict[str, Callable[[], Any]]:
+    """Collectives on so many bytes, as the simulation counts them."""
+    whole, block = torch.zeros(length // 4), torch.zeros(length // 4 // size)
+    mixed = torch.zeros_like(whole)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, block),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, whole),
+        "all_to_all": lambda: dist.all_to_all_single(mixed, whole),
+    }
+
+
+def measured(rank: int, size: int, simulated: dict[Case, float]) -> dict[Case, list[float]]:
+    """When each collective had ended on this rank, in seconds from when all began it together."""
+    dist.init_process_group(BACKEND, init_method=f"tcp://{address(0)}:{PORT}", rank=rank, world_size=size)
+    runs = {(name, length): run for length in (SHORT, LONG) for name, run in operations(size, length).items()}
+    for case in simulated:
+        runs[case]()  # opens the connections
+    dist.barrier()
+    # One clock serves all that are on one machine.
+    begin = torch.tensor([time.monotonic() + 1], dtype=torch.float64)
+    dist.broadcast(begin, 0)
+    at, times = begin.item(), {case: list[float]() for case in simulated}
+    for case, expected in simulated.items():
+        for _ in range(ROUNDS):
+            time.sleep(max(0, at - time.monotonic()))
+            runs[case]()
+            times[case].append(time.monotonic() - at)
+            at += 3 * expected
+    dist.barrier()
+    dist.destroy_process_group()
+    return times
+
+
+# More ranks share the machine's cores, so that what they compute is to count less.
+@pytest.mark.parametrize(
+    ("count", "ranks", "latency"), [(2, 1, 0.03), (4, 4, 0.04), (8, 8, 0.05)], ids=["2", "16", "64"]
+)
+def test_times_between_hosts_are_those_measured(
+    count: int, ranks: int, latency: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size, gap_per_byte, file = count * ranks, latency / 40_000, tmp_path / "network.json"
+    file.write_text(json.dumps(parameters(latency, gap_per_byte)))
+    words = ["--parameters", str(file), "--hosts", str(count), "--ranks-per-host", str(ranks), "--json"]
+    assert simulate.main([*words, "--collectives", ",".join(operations(1, 4)), "--sizes", f"{SHORT},{LONG}"]) == 0
+    told = json.loads(capsys.readouterr().out)["findings"]
+    simulated = {(one["collective"], one["bytes"]): one["algorithms"][one["chosen"]]["seconds"] for one in told}
+    with far_apart(count, latency, gap_per_byte) as hosts:
+        # What the way holds, there and back, is more than TCP has under way by default.
+        set_tcp(hosts, rmem="4096 2097152 2097152", wmem="4096 2097152 2097152", slow_start_after_idle="0")
+        posed = Posed(tuple(hosts[rank // ranks] for rank in range(size)))
+        world = World(size, "shm", {"NCCLX_RS_TRANSPORT": "auto"}, posed)
+        try:
+            by_rank = world.run(measured, simulated, join=False)
+        finally:
+            world.close()
+    ratios = []
+    with capsys.disabled():
+        print(
+            f"\n{size} ranks on {count} hosts, in milliseconds: simulated; measured, as the median [p10, p90] of rounds"
+        )
+        for (name, length), expected in simulated.items():
+            rounds = [max(times) for times in zip(*(times[name, length] for times in by_rank), strict=True)]
+            # Other work of the machine only adds to them.
+            ratios.append(min(rounds) / expected)
+            told = spread([seconds * 1e3 for seconds in rounds])
+            print(f"{name:>15} {length:>8} {expected * 1e3:>8.1f}   {told}   {ratios[-1]:.2f}")
+        median = statistics.median(ratios)
+        print(f"the fastest rounds take {spread(ratios)} times as long, and may take {1 + TOLERANCE} in the median")
+    assert 1 / (1 + TOLERANCE) <= median <= 1 + TOLERANCE, ratios
+    assert max(ratios) <= 2, "far more than what is shared otherwise than in the model"
