@@ -193,7 +193,7 @@ class SecretStore:
 
 @final
 class RdmaRegistration:
-    """The registered memory of a contiguous tensor on the CPU. ValueError: the tensor is another one."""
+    """The registered memory of a contiguous tensor on the CPU or a CUDA device. ValueError: it is another one."""
 
     def __new__(cls, tensor: torch.Tensor) -> RdmaRegistration: ...
     def remote_buffer(self, offset: int, length: int) -> tuple[int, int, str]:
