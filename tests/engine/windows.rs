@@ -478,7 +478,7 @@ fn ranks_that_differ_in_a_persistent_all_gather_are_told() {
 #[test]
 fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
     for wire in wires() {
-        world(wire, 2, |comm| {
+        world(wire, 2, move |comm| {
             let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
             let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
             let window = comm.window_register(buffer(&mut memory[100..200 + me])).expect("register");
