@@ -43,7 +43,7 @@ pub use sys::cuda::StreamHandle;
 pub use sys::segment::SharedMemory;
 pub use topo::Topology;
 pub use types::{DType, Element, Frame, Rank, ReduceOp, Source, Tag};
-pub use window::{Window, WindowId};
+pub use window::{GetPath, Window, WindowId};
 pub use work::Work;
 
 // Keeps the example in the read-me true.

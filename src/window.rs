@@ -63,6 +63,28 @@ impl fmt::Display for WindowId {
     }
 }
 
+/// How a get reaches a rank's part of a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GetPath {
+    /// This rank's processor, or its device, copies from memory that it has mapped; also of its own part.
+    Mapped,
+    /// A transport reads the rank's memory without its help.
+    RemoteReads,
+    /// That rank answers a message.
+    Messages,
+}
+
+impl GetPath {
+    /// The name in dumps and in Python.
+    pub fn name(self) -> &'static str {
+        match self {
+            GetPath::Mapped => "mapped",
+            GetPath::RemoteReads => "remote_reads",
+            GetPath::Messages => "messages",
+        }
+    }
+}
+
 /// A registered window. It does not own memory: each rank's is exposed until the window is deregistered or the communicator
 /// closes.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use crate::sync::Arc;
 use crate::sys::cma;
 use crate::sys::segment::{MappedMemory, SegmentId, SegmentPlace};
 use crate::types::Rank;
-use crate::window::{Window, WindowId};
+use crate::window::{GetPath, Window, WindowId};
 
 impl Communicator {
     /// Exposes `memory` to the other ranks. A collective: every rank calls it, with any number of bytes, and it returns when
@@ -157,6 +157,24 @@ impl Communicator {
         })
     }
 
+    /// How a get of a rank's part goes now, where nothing that this rank has put there is unflushed. Of a rank to which no stream is
+    /// open yet that is [`GetPath::Messages`], as its first get is.
+    ///
+    /// # Errors
+    /// The window is not registered, or there is no such rank.
+    pub fn window_get_path(&self, window: WindowId, rank: Rank) -> Result<GetPath, Error> {
+        check::one_of(GET_PATH, "rank", rank, self.size())?;
+        let (memory, path) = self.driver.with_engine(|engine| {
+            engine.check_open(GET_PATH)?;
+            let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(GET_PATH, window))?;
+            Ok::<_, Error>((known.memory(), engine.windows.get_path(&engine.context.endpoints, window, rank)))
+        })?;
+        Ok(match memory {
+            Memory::Host => path,
+            Memory::Device(_) => self.device.get_path(window, rank),
+        })
+    }
+
     /// Maps the parts of all other ranks; nothing unless all ranks are on one host, all parts lie in shared memory, and every rank
     /// could map them. The ranks agree on that.
     fn map_parts(&self, window: &Window) -> Result<Option<Vec<MappedMemory>>, Error> {
@@ -272,5 +290,7 @@ const REGISTER: &str = CollectiveKind::WindowRegister.name();
 const FENCE: &str = CollectiveKind::WindowFence.name();
 
 const MAP: &str = "window_map";
+
+const GET_PATH: &str = "window_get_path";
 
 const DEREGISTER: &str = CollectiveKind::WindowDeregister.name();

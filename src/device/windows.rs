@@ -250,6 +250,12 @@ impl Windows {
         parts.iter().all(is_mapped).then_some(AllParts(parts))
     }
 
+    /// Whether this rank copies from the part of `rank` itself.
+    pub(crate) fn maps(&self, window: WindowId, rank: Rank) -> bool {
+        self.reached_parts(window)
+            .is_some_and(|parts| parts.get(rank.index()).is_some_and(|part| !matches!(part, Part::Far)))
+    }
+
     /// The parts of a window, each as this rank reaches it.
     fn reached_parts(&self, window: WindowId) -> Option<Arc<Vec<Part>>> {
         Some(lock(&self.state).as_ref()?.exposed.get(&window)?.parts.clone())

@@ -291,6 +291,10 @@ impl SendStream for Sending {
         lock(&self.0).engine_invalidations += 1;
     }
 
+    fn can_read(&self) -> bool {
+        lock(&self.0).exposed.is_some()
+    }
+
     fn begin_read(&mut self, token: u64, from: RemoteMemory<'_>) -> Read {
         let mut wire = lock(&self.0);
         match wire.reads.len() {

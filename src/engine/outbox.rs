@@ -17,6 +17,8 @@ pub(crate) struct LinkStats {
     pub(crate) tcp: Option<TcpStats>,
     /// What has become of them, if there are several.
     pub(crate) rails: Option<RailStats>,
+    /// Whether this rank reads what the peer has exposed by itself.
+    pub(crate) can_read: bool,
 }
 
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
@@ -258,7 +260,7 @@ impl Outbox {
     /// How the connections do.
     pub(crate) fn link_stats(&self) -> LinkStats {
         let Some(send_stream) = &self.send_stream else { return LinkStats::default() };
-        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats() }
+        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats(), can_read: send_stream.can_read() }
     }
 
     /// What bytes go through, where the transport chooses that.

@@ -17,6 +17,7 @@ use crate::engine::body::Body;
 use crate::engine::call::Call;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
+use crate::engine::endpoint::Endpoints;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
@@ -29,7 +30,7 @@ use crate::sync::Arc;
 use crate::sys::segment::MappedMemory;
 use crate::transport::Exposure;
 use crate::types::{DType, Rank, ReduceOp};
-use crate::window::{Window, WindowId};
+use crate::window::{GetPath, Window, WindowId};
 use crate::work::Work;
 
 /// What is done to a window.
@@ -256,6 +257,18 @@ impl Windows {
     pub(crate) fn reached(&self, id: WindowId, peer: Rank) -> Option<Arc<WindowParts>> {
         let is_settled = !self.unflushed.contains_key(&(id, peer)) && !self.flows.contains_key(&peer);
         self.parts(id).filter(|_| is_settled)
+    }
+
+    /// How a get of the part of `peer` in the host's memory goes, where nothing that this rank has put there is on its way.
+    pub(crate) fn get_path(&self, endpoints: &Endpoints, id: WindowId, peer: Rank) -> GetPath {
+        let has_key = |exposed: &Exposed| exposed.remotes.get(peer.index()).is_some_and(Option::is_some);
+        if peer == endpoints.me() || self.parts(id).is_some() {
+            GetPath::Mapped
+        } else if self.exposed.get(&id).is_some_and(has_key) && endpoints.link_stats(peer).can_read {
+            GetPath::RemoteReads
+        } else {
+            GetPath::Messages
+        }
     }
 
     /// The window `id`, if it can be used.

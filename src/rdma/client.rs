@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::rdma::direct::{Direct, Unread};
 use crate::rdma::error::RdmaError;
-use crate::rdma::memory::{Located, RemoteBuffer};
+use crate::rdma::memory::{Located, Refusal, RemoteBuffer};
 use crate::rdma::pending::Pending;
 use crate::rdma::protocol::{ANSWER_BYTES, Answer, Ask, LOCATED_BYTES, READS_MAX, REQUEST_BYTES, Request, Say};
 use crate::rdma::span::{Kind, Span};
@@ -96,7 +96,7 @@ impl Client {
         woken.set_nonblocking(true)?;
         let inbox: Arc<Mutex<Inbox>> = Arc::default();
         let devices = ucx.iter().flat_map(Endpoint::devices).map(|device| device.to_string()).collect();
-        let name = if ucx.is_some() { "ucx" } else { wire.name() };
+        let name = if ucx.is_some() { UCX } else { wire.name() };
         let wire = Arc::new(wire);
         let direct = Direct::new(&wire).filter(|_| reads_directly && ucx.is_none()).map(Arc::new);
         let mut progress = Progress {
@@ -351,31 +351,51 @@ impl Progress {
                 self.to_read.push_back(active);
                 continue;
             }
-            if active.span.len < DIRECT_BYTES {
-                // Bytes travel with the request or the answer.
-            } else if let Some(endpoint) = &self.ucx {
-                if active.kind == Kind::Read {
-                    active.ask = Ask::Expose;
-                    self.waiting.push_back(active);
-                    continue;
-                }
-                match endpoint.register(&active.span.local) {
-                    Ok(registered) => active.registered = Some(registered),
-                    Err(error) => {
-                        let cause = format!("UCX cannot register {}: {error}", active.name());
-                        let error = RdmaError::Os { operation: active.kind.name(), cause };
-                        active.pending.end_span(Err(error));
-                        continue;
-                    }
-                }
-                active.ask = Ask::Pull;
-            } else if self.is_direct() {
+            let Span { local, len, .. } = &active.span;
+            if self.ucx.is_some() && (*len >= DIRECT_BYTES || local.is_on_device()) {
+                self.ask_through_ucx(active);
+                continue;
+            }
+            // Otherwise bytes travel with the request or the answer.
+            if *len >= DIRECT_BYTES && self.is_direct() {
                 active.ask = Ask::WriteFrom;
             }
             self.to_send.push_back(active);
         }
         self.begin_reads();
         Ok(())
+    }
+
+    /// Has UCX bring the bytes of a span.
+    fn ask_through_ucx(&mut self, mut active: Active) {
+        let Some(endpoint) = &self.ucx else { return };
+        match endpoint.register(&active.span.local) {
+            Ok(_) if active.kind == Kind::Read => {
+                active.ask = Ask::Expose;
+                self.waiting.push_back(active);
+            }
+            Ok(registered) => {
+                active.ask = Ask::Pull;
+                active.registered = Some(registered);
+                self.to_send.push_back(active);
+            }
+            Err(error) => {
+                let cause = format!("UCX cannot register {}: {error}", active.name());
+                let error = RdmaError::Os { operation: active.kind.name(), cause };
+                active.pending.end_span(Err(error));
+            }
+        }
+    }
+
+    /// The peer says that the bytes of the oldest request lie on a device.
+    fn is_on_device(&mut self) {
+        if self.ucx.is_none() {
+            return self.refused(Refusal::OnDevice.to_string());
+        }
+        if let Some(active) = self.asked.pop_front() {
+            self.ask_through_ucx(active);
+            self.begin_reads();
+        }
     }
 
     /// Asks for the keys of as many reads through UCX as there may be at once.
@@ -517,7 +537,10 @@ impl Progress {
                 self.forbid_direct();
                 self.ask_again(Ask::Write);
             }
-            Say::CannotRead => return Err(stray("an answer to something else")),
+            Say::OnDevice if matches!(active.ask, Ask::Write | Ask::WriteFrom | Ask::Read | Ask::Locate) => {
+                self.is_on_device();
+            }
+            Say::CannotRead | Say::OnDevice => return Err(stray("an answer to something else")),
             Say::Done if active.ask == Ask::Read && active.received < active.span.len => {
                 return Err(stray("the end of a read before its bytes"));
             }
@@ -621,6 +644,9 @@ fn passing(result: io::Result<usize>) -> io::Result<Option<usize>> {
         Err(error) => Err(error),
     }
 }
+
+/// The wire's name where bytes go through UCX.
+pub(super) const UCX: &str = "ucx";
 
 /// Writes of so many bytes are read where they lie, within a host and through UCX, and so are reads through UCX.
 const DIRECT_BYTES: usize = 16 * 1024;

@@ -286,6 +286,9 @@ pub(super) enum Refusal {
     /// The key is for other bytes.
     #[error("the bytes are not all inside the registered memory")]
     Range,
+    /// The bytes lie on a device, where only UCX reaches them.
+    #[error("the memory is a CUDA device's, which only UCX reaches")]
+    OnDevice,
 }
 
 /// Calls `access` on the bytes that `key` opens, `len` of them from `address` on, and where they begin there. They stay registered
@@ -299,14 +302,31 @@ pub(super) fn access<T>(
     with_grant(key, address, len, |grant, offset| access(&grant.bytes, offset))
 }
 
+/// As [`access`], for code that touches the bytes.
+pub(super) fn touch<T>(
+    key: Key,
+    address: u64,
+    len: usize,
+    touch: impl FnOnce(&LentBytes, usize) -> T,
+) -> Result<T, Refusal> {
+    let touched = |bytes: &Arc<LentBytes>, offset| match bytes.is_on_device() {
+        true => Err(Refusal::OnDevice),
+        false => Ok(touch(bytes, offset)),
+    };
+    access(key, address, len, touched)?
+}
+
 /// Where the bytes that `key` opens lie, and what tells whether it is still good, if it opens `len` bytes from `address` on.
 pub(super) fn locate(key: Key, address: u64, len: usize) -> Result<Located, Refusal> {
-    with_grant(key, address, len, |grant, _| Located {
-        begin: grant.bytes.address() + grant.offset as u64,
-        len: grant.len as u64,
-        stamp_at: std::ptr::from_ref(grant.stamp.word).addr() as u64,
-        stamp: grant.stamp.value,
-    })
+    let located = |grant: &Grant, _| {
+        (!grant.bytes.is_on_device()).then(|| Located {
+            begin: grant.bytes.address() + grant.offset as u64,
+            len: grant.len as u64,
+            stamp_at: std::ptr::from_ref(grant.stamp.word).addr() as u64,
+            stamp: grant.stamp.value,
+        })
+    };
+    with_grant(key, address, len, located)?.ok_or(Refusal::OnDevice)
 }
 
 /// The bytes that `key` opens, for a library to write.

@@ -97,10 +97,13 @@ pub(super) enum Say {
     Packed = 5,
     /// Where bytes lie follows.
     Located = 6,
+    /// The bytes lie on a device, which only UCX reaches.
+    OnDevice = 7,
 }
 
 impl Say {
-    const ALL: [Say; 6] = [Say::Data, Say::Done, Say::Failed, Say::CannotRead, Say::Packed, Say::Located];
+    const ALL: [Say; 7] =
+        [Say::Data, Say::Done, Say::Failed, Say::CannotRead, Say::Packed, Say::Located, Say::OnDevice];
 }
 
 /// A frame's header.
@@ -161,7 +164,7 @@ impl Answer {
             Say::Failed => REASON_MAX,
             Say::Packed => PACKED_MAX,
             Say::Located => LOCATED_BYTES,
-            Say::Done | Say::CannotRead => 0,
+            Say::Done | Say::CannotRead | Say::OnDevice => 0,
         };
         if len > limit {
             return Err(format!("a {say:?} answer of {len} bytes"));

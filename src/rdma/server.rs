@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::rdma::memory::{self, Key, Lease, RemoteBuffer};
+use crate::rdma::memory::{self, Key, Lease, Refusal, RemoteBuffer};
 use crate::rdma::protocol::{Answer, Ask, PIECE_BYTES, READS_MAX, REASON_MAX, REQUEST_BYTES, Request, Say};
 use crate::rdma::ucx;
 use crate::rdma::wire::{Address, Wire};
@@ -186,8 +186,25 @@ struct Exposed {
     _registered: Arc<RegisteredMemory>,
 }
 
-/// How a request ended: the reason, if it was refused.
-type Outcome = Result<(), String>;
+/// How a request ended: why it was refused, if it was.
+type Outcome = Result<(), Refused>;
+
+/// Why a request was refused.
+enum Refused {
+    /// For this reason.
+    Because(String),
+    /// The bytes lie on a device, and are to be asked for through UCX.
+    OnDevice,
+}
+
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Refused {
+        match refusal {
+            Refusal::OnDevice => Refused::OnDevice,
+            refusal => Refused::Because(refusal.to_string()),
+        }
+    }
+}
 
 impl Serving<'_> {
     /// Answers requests until the peer ends the connection.
@@ -200,7 +217,7 @@ impl Serving<'_> {
             self.receive(&mut bytes)?;
             let done = |()| (Say::Done, Vec::new());
             let packed = |bytes| (Say::Packed, bytes);
-            let reply: Result<(Say, Vec<u8>), String> = match ask {
+            let reply: Result<(Say, Vec<u8>), Refused> = match ask {
                 Ask::Write => self.write(remote)?.map(done),
                 Ask::WriteFrom => match self.write_from(remote, source)? {
                     Some(outcome) => outcome.map(done),
@@ -209,21 +226,20 @@ impl Serving<'_> {
                 Ask::Read => self.read(remote)?.map(done),
                 Ask::Locate => {
                     let located = memory::locate(remote.key, remote.address, remote.len);
-                    located
-                        .map(|located| (Say::Located, located.encode().to_vec()))
-                        .map_err(|refusal| refusal.to_string())
+                    located.map(|located| (Say::Located, located.encode().to_vec())).map_err(Refused::from)
                 }
                 Ask::Confirm => {
                     self.cover(remote);
-                    touch(remote, 0, remote.len, |_, _| ()).map(done)
+                    check(remote).map(done)
                 }
                 Ask::Pull => self.pull(remote, source, &bytes)?.map(done),
-                Ask::Ucx => self.connect(&bytes).map(packed),
+                Ask::Ucx => self.connect(&bytes).map(packed).map_err(Refused::Because),
                 Ask::Expose => self.expose(remote)?.map(packed),
             };
             match reply {
                 Ok((say, bytes)) => self.answer(say, &bytes)?,
-                Err(reason) => {
+                Err(Refused::OnDevice) => self.answer(Say::OnDevice, &[])?,
+                Err(Refused::Because(reason)) => {
                     log::warn!("refused a peer's {ask:?} of {} bytes: {reason}", remote.len);
                     self.answer(Say::Failed, &reason.as_bytes()[..reason.len().min(REASON_MAX)])?;
                 }
@@ -305,15 +321,15 @@ impl Serving<'_> {
     }
 
     /// Lets the peer read bytes through UCX. Returns its key to them.
-    fn expose(&mut self, remote: RemoteBuffer) -> io::Result<Result<Vec<u8>, String>> {
+    fn expose(&mut self, remote: RemoteBuffer) -> io::Result<Result<Vec<u8>, Refused>> {
         let (Some(_), Ok(context)) = (&self.ucx, self.offer) else { return Err(stray("a request of UCX without it")) };
         let bytes = match memory::access(remote.key, remote.address, remote.len, |bytes, _| bytes.clone()) {
             Ok(bytes) => bytes,
-            Err(refusal) => return Ok(Err(refusal.to_string())),
+            Err(refusal) => return Ok(Err(refusal.into())),
         };
         let registered = match RegisteredMemory::of(context, &bytes) {
             Ok(registered) => registered,
-            Err(error) => return Ok(Err(error.to_string())),
+            Err(error) => return Ok(Err(Refused::Because(error.to_string()))),
         };
         let key = registered.key().to_vec();
         ucx::check_packed("a key", &key)?;
@@ -336,11 +352,9 @@ impl Serving<'_> {
 
     /// Reads bytes of the peer through UCX, right to where they are to be.
     fn pull(&mut self, remote: RemoteBuffer, source: u64, key: &[u8]) -> io::Result<Outcome> {
-        if self.ucx.is_none() {
-            return Err(stray("a request of UCX without it"));
-        }
+        let (Some(_), Ok(context)) = (&self.ucx, self.offer) else { return Err(stray("a request of UCX without it")) };
         // Before the first piece, so that bytes beyond the end leave those before alone.
-        if let Err(reason) = touch(remote, 0, remote.len, |_, _| ()) {
+        if let Err(reason) = check(remote) {
             return Ok(Err(reason));
         }
         let mut done = 0;
@@ -349,8 +363,12 @@ impl Serving<'_> {
             let offset = done as u64;
             let lease = match memory::lend(remote.key, remote.address.wrapping_add(offset), len) {
                 Ok(lease) => lease,
-                Err(refusal) => return Ok(Err(refusal.to_string())),
+                Err(refusal) => return Ok(Err(refusal.into())),
             };
+            // Where that fails, the connection lives on.
+            if let Err(error) = RegisteredMemory::of(context, &lease.bytes) {
+                return Ok(Err(Refused::Because(error.to_string())));
+            }
             let pulled = self.pull_piece((source.wrapping_add(offset), key), &lease, len);
             if pulled.is_err() {
                 // Before the lease ends: from here on nothing is written.
@@ -405,11 +423,14 @@ impl Serving<'_> {
     }
 }
 
-/// Accesses `len` of the bytes from `offset` on, if the key opens them now.
-fn touch(remote: RemoteBuffer, offset: usize, len: usize, access: impl FnOnce(&LentBytes, usize)) -> Outcome {
-    let address = remote.address.wrapping_add(offset as u64);
-    memory::access(remote.key, address, len, |bytes, offset| access(bytes, offset))
-        .map_err(|refusal| refusal.to_string())
+/// Touches `len` of the bytes from `offset` on, if the key opens them now and they are the host's.
+fn touch(remote: RemoteBuffer, offset: usize, len: usize, touch: impl FnOnce(&LentBytes, usize)) -> Outcome {
+    Ok(memory::touch(remote.key, remote.address.wrapping_add(offset as u64), len, touch)?)
+}
+
+/// Whether the key opens the bytes now, which may be a device's.
+fn check(remote: RemoteBuffer) -> Outcome {
+    Ok(memory::access(remote.key, remote.address, remote.len, |_, _| ())?)
 }
 
 fn stray(what: &str) -> io::Error {

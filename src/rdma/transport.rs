@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::comm::address;
 use crate::config::{Config, TransportChoice};
 use crate::error::UsageError;
-use crate::rdma::client::Client;
+use crate::rdma::client::{Client, UCX};
 use crate::rdma::error::RdmaError;
 use crate::rdma::memory::check_range;
 use crate::rdma::pending::Pending;
@@ -239,7 +239,8 @@ impl Transport {
     /// at the same time has no order. A timeout, unlike a refusal by the peer, ends the transport too.
     ///
     /// # Errors
-    /// A span is not inside its memory, or longer than the remote one; the transport is not connected.
+    /// A span is not inside its memory, or longer than the remote one, or a CUDA device's where the transport does not go through UCX;
+    /// the transport is not connected.
     pub fn post(&self, kind: Kind, spans: Vec<Span>, timeout: Duration) -> Result<Pending, RdmaError> {
         let operation = kind.name();
         self.check_process(operation)?;
@@ -257,7 +258,17 @@ impl Transport {
         }
         let state = lock(&self.state);
         let not_connected = || RdmaError::NotConnected { operation, cause: "connect was not called".to_owned() };
-        state.client.as_ref().ok_or_else(not_connected)?.post(kind, spans, timeout)
+        let client = state.client.as_ref().ok_or_else(not_connected)?;
+        if client.wire() != UCX && spans.iter().any(|span| span.local.is_on_device()) {
+            return Err(UsageError {
+                operation: operation.to_owned(),
+                argument: "local",
+                expected: "memory of the CPU, or a transport through UCX (the hint transport=ucx)".to_owned(),
+                got: format!("memory of a CUDA device, and a transport through {}", client.wire()),
+            }
+            .into());
+        }
+        client.post(kind, spans, timeout)
     }
 
     fn check_process(&self, operation: &'static str) -> Result<(), RdmaError> {

@@ -16,6 +16,8 @@ use crate::sys::cma::PeerMemory;
 pub struct LentBytes {
     ptr: *mut u8,
     len: usize,
+    /// Whether they lie in the memory of a CUDA device, which no code of this process touches.
+    is_on_device: bool,
     /// A registration of the bytes. Before their owner, so that it ends first.
     attached: Mutex<Option<Attached>>,
     _owner: Box<dyn Any + Send + Sync>,
@@ -42,7 +44,15 @@ impl LentBytes {
     /// The bytes are readable and writable until `owner` is dropped, and the program does not rely on their values while other
     /// parties may write them.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, owner: Box<dyn Any + Send + Sync>) -> LentBytes {
-        LentBytes { ptr, len, attached: Mutex::new(None), _owner: owner }
+        LentBytes { ptr, len, is_on_device: false, attached: Mutex::new(None), _owner: owner }
+    }
+
+    /// The `len` bytes at `ptr` in the memory of a CUDA device, for as long as `owner` lives. Only a library copies them.
+    ///
+    /// # Safety
+    /// As for [`LentBytes::from_raw`], for copies by the device.
+    pub unsafe fn on_device(ptr: *mut u8, len: usize, owner: Box<dyn Any + Send + Sync>) -> LentBytes {
+        LentBytes { ptr, len, is_on_device: true, attached: Mutex::new(None), _owner: owner }
     }
 
     /// Bytes of the engine's own, with such content.
@@ -62,6 +72,11 @@ impl LentBytes {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether they lie in the memory of a CUDA device.
+    pub fn is_on_device(&self) -> bool {
+        self.is_on_device
     }
 
     /// Where they are in this process.
@@ -98,12 +113,21 @@ impl LentBytes {
         self.ptr.wrapping_add(offset)
     }
 
+    /// As [`LentBytes::at`], for code that touches the bytes.
+    ///
+    /// # Panics
+    /// When they are not all inside, or lie on a device.
+    fn at_host(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(!self.is_on_device, "{self:?} are a device's");
+        self.at(offset, len)
+    }
+
     /// Copies the bytes from `offset` on.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When they are not all inside, or lie on a device.
     pub fn copy_out(&self, offset: usize, into: &mut [u8]) {
-        let from = self.at(offset, into.len());
+        let from = self.at_host(offset, into.len());
         // SAFETY: `from` has as many readable bytes, as was just checked, and `into` is borrowed for this alone. Bytes of
         // this object are never borrowed, so the two do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
@@ -112,9 +136,9 @@ impl LentBytes {
     /// Copies `from` to `offset`.
     ///
     /// # Panics
-    /// When that is not all inside.
+    /// When that is not all inside, or lies on a device.
     pub fn copy_in(&self, offset: usize, from: &[u8]) {
-        let into = self.at(offset, from.len());
+        let into = self.at_host(offset, from.len());
         // SAFETY: `into` has as many writable bytes, as was just checked; they do not overlap, as in `copy_out`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), into, from.len()) };
     }
@@ -122,9 +146,9 @@ impl LentBytes {
     /// Copies bytes at `address` of another process to `offset`, at most `len`. Returns how many, at least one.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When they are not all inside, or lie on a device.
     pub fn read_from(&self, peer: &PeerMemory, address: u64, offset: usize, len: usize) -> io::Result<usize> {
-        let into = self.at(offset, len);
+        let into = self.at_host(offset, len);
         // SAFETY: `into` has `len` writable bytes, as was just checked, which are never borrowed.
         unsafe { peer.read_to(address, into, len) }
     }
@@ -132,9 +156,9 @@ impl LentBytes {
     /// Writes bytes to a socket that does not block, at most `len` from `offset` on. Returns how many.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When they are not all inside, or lie on a device.
     pub fn send(&self, socket: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<usize> {
-        let from = self.at(offset, len).cast();
+        let from = self.at_host(offset, len).cast();
         let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         // SAFETY: `from` has `len` readable bytes, as was just checked.
         counted(unsafe { libc::send(socket.as_raw_fd(), from, len, flags) })
@@ -143,9 +167,9 @@ impl LentBytes {
     /// Reads bytes from a socket that does not block to `offset`, at most `len`. Returns how many; none at the stream's end.
     ///
     /// # Panics
-    /// When they are not all inside.
+    /// When they are not all inside, or lie on a device.
     pub fn receive(&self, socket: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<usize> {
-        let into = self.at(offset, len).cast();
+        let into = self.at_host(offset, len).cast();
         // SAFETY: `into` has `len` writable bytes, as was just checked, which are never borrowed.
         counted(unsafe { libc::recv(socket.as_raw_fd(), into, len, libc::MSG_DONTWAIT) })
     }
@@ -189,6 +213,23 @@ mod tests {
         for (offset, len) in [(0, 11), (8, 3), (usize::MAX, 2)] {
             let outside = || bytes.copy_in(offset, &vec![0; len]);
             assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(outside)).is_err(), "{len} at {offset}");
+        }
+    }
+
+    #[test]
+    fn bytes_of_a_device_are_never_touched() {
+        // SAFETY: no device copies them.
+        let bytes = unsafe { LentBytes::on_device(std::ptr::without_provenance_mut(64), 8, Box::new(())) };
+        assert!(bytes.is_on_device() && bytes.address() == 64 && bytes.at(3, 5).addr() == 67);
+        let (one, _other) = UnixStream::pair().expect("a pair of sockets");
+        let touches: [&dyn Fn(); 4] = [
+            &|| bytes.copy_in(0, &[1]),
+            &|| bytes.copy_out(0, &mut [0]),
+            &|| drop(bytes.send(one.as_fd(), 0, 1)),
+            &|| drop(bytes.receive(one.as_fd(), 0, 1)),
+        ];
+        for touch in touches {
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(touch)).is_err());
         }
     }
 

@@ -177,6 +177,11 @@ pub trait SendStream: Send {
     /// Invalidates at once what the peer reads of this process's memory. To be called before memory is used for something else.
     fn invalidate(&mut self) {}
 
+    /// Whether it [reads](SendStream::begin_read) what the peer has exposed, as far as is known.
+    fn can_read(&self) -> bool {
+        false
+    }
+
     /// Begins to read what the peer has exposed, without its help. [`Transport::take_reads`] tells of the end, with the token, unless
     /// the stream goes down.
     fn begin_read(&mut self, _token: u64, _from: RemoteMemory<'_>) -> Read {

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-import ncclx_rs
 import pytest
-import torch
 from conftest import begin
 from harness import HOSTS, World
 from test_cuda_collectives import everything
 from test_cuda_hosts import from_both_sides
-from test_cuda_windows import c10ds_windows, parts_travel_in_a_ring
+from test_cuda_windows import c10ds_windows, comm_of, empty, parts_travel_in_a_ring, pool_of
 
 
 def begin_on_several_hosts(rank: int) -> None:
@@ -45,10 +43,18 @@ def test_long_tensors_and_windows(ranks: World, what: Callable[[int, int], None]
     ranks.run(what)
 
 
-def memory_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ValueError, match="expected a tensor on the CPU, got one on cuda"):
-        ncclx_rs.RdmaMemory(torch.zeros(4, device="cuda"))
+def windows_tell_the_path_of_gets(rank: int, size: int) -> None:
+    comm = comm_of(rank, size)
+    window = comm.new_window()
+    window.tensor_register(empty(pool_of(comm), 10).fill_(rank))
+    hosts = HOSTS[size] if "NCCLX_RS_HOST_ID" in os.environ else "a" * size
+    for other in range(size):
+        assert window.get_attr(other).get_path == ("mapped" if hosts[other] == hosts[rank] else "messages")
+    window.tensor_deregister()
+    with pytest.raises(RuntimeError, match="the window has no tensor"):
+        window.get_attr(rank)
+    comm.finalize()
 
 
-def test_a_transport_takes_no_memory_of_a_device(ranks: World) -> None:
-    ranks.run(memory_is_refused)
+def test_windows_tell_the_path_of_gets(ranks: World) -> None:
+    ranks.run(windows_tell_the_path_of_gets, join=False)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ncclx_rs::comm::store::TcpStore;
-use ncclx_rs::{CommOptions, Communicator, Error, Mode, Op, OpKind, Rank, Window, Work};
+use ncclx_rs::{CommOptions, Communicator, Error, GetPath, Mode, Op, OpKind, Rank, Window, Work};
 
 use crate::ucx_process::{allowed, is_under_test};
 use crate::world::{Wire, buffer, op, run, world};
@@ -248,6 +248,9 @@ fn a_target_that_is_stopped_is_read_all_the_same() {
     let Some((comm, window, target)) = with_target("a_target_that_is_stopped_is_read_all_the_same", &mut memory) else {
         return;
     };
+    let path = if may_read() { GetPath::RemoteReads } else { GetPath::Messages };
+    assert_eq!(comm.window_get_path(window.id(), Rank(1)).expect("a path"), path);
+    assert_eq!(comm.window_get_path(window.id(), Rank(0)).expect("a path"), GetPath::Mapped);
     target.signal("-STOP");
     let before = reads(&comm, 1);
     let mut got = vec![0; LONG];

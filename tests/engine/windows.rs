@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ncclx_rs::{Communicator, Error, Mode, Op, OpKind, Rank, ReduceOp, SharedMemory, Window, Work};
+use ncclx_rs::{Communicator, Error, GetPath, Mode, Op, OpKind, Rank, ReduceOp, SharedMemory, Window, Work};
 
-use crate::world::{buffer, op, run, wires, world, world_with};
+use crate::world::{Wire, buffer, op, run, wires, world, world_with};
 
 const SHORT: Duration = Duration::from_secs(1);
 
@@ -478,7 +478,7 @@ fn ranks_that_differ_in_a_persistent_all_gather_are_told() {
 #[test]
 fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
     for wire in wires() {
-        world(wire, 2, |comm| {
+        world(wire, 2, move |comm| {
             let (me, peer) = (comm.rank().index(), Rank::from(1 - comm.rank().index()));
             let mut memory = SharedMemory::<u8>::new(10_000).expect("memory");
             let window = comm.window_register(buffer(&mut memory[100..200 + me])).expect("register");
@@ -489,6 +489,10 @@ fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
             }
             let mapped = comm.window_map(window.id(), peer).expect("mapped");
             assert_eq!(mapped.len(), 100 + peer.index());
+            let path = comm.window_get_path(window.id(), peer).expect("a path");
+            let expected = if wire == Wire::Shm { GetPath::Mapped } else { GetPath::Messages };
+            // Over UCX that depends on what it goes through.
+            assert!(wire == Wire::Ucx || path == expected, "{path:?}");
             mapped.copy_in(99, &[7 + me as u8]);
             comm.window_fence(window.id()).expect("fence");
             assert_eq!(memory[199], 7 + peer.0 as u8);
@@ -499,6 +503,8 @@ fn a_part_in_shared_memory_is_mapped_by_the_other_ranks() {
             assert!(error.to_string().contains("window_map: argument `rank`: expected a rank in [0, 2)"), "{error}");
             comm.window_deregister(window.id()).expect("deregister");
             assert!(comm.window_map(window.id(), peer).is_err());
+            let error = comm.window_get_path(window.id(), peer).expect_err("it is gone");
+            assert!(error.to_string().contains("expected a registered window"), "{error}");
             let mut elsewhere = vec![0u8; 100];
             let window = comm.window_register(buffer(&mut elsewhere)).expect("register");
             let error = comm.window_map(window.id(), peer).expect_err("other memory");

@@ -80,6 +80,7 @@ def one_sided(backend):
     backend._window_wait_signal(window, 0)
     backend._window_wait_signal(window, 0, True, 50)  # times out, and its hooks run while nobody waits
     holding.usleep(200_000)
+    assert backend._window_get_path(window, 0) == "mapped"
     try:
         backend._window_map(window, 0)  # such memory cannot be mapped
     except ValueError:

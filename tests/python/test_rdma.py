@@ -213,7 +213,7 @@ def test_mistakes_are_refused() -> None:
         one.connect(b"nonsense")
     with pytest.raises(ValueError, match="expected a contiguous tensor"):
         RdmaMemory(torch.zeros(4, 4).t())
-    with pytest.raises(ValueError, match="expected a tensor on the CPU"):
+    with pytest.raises(ValueError, match="expected a tensor on the CPU or a CUDA device, got one on meta"):
         RdmaMemory(torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match="expected a CPU or CUDA device"):
         RdmaTransport("meta")

@@ -67,6 +67,8 @@ def test_info_tells_of_the_host_and_of_a_world(capsys: pytest.CaptureFixture[str
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert "127.0.0.1" in text and "8 ranks on 1 host would take" in text
+    gets = info.gather().world.gets
+    assert gets and all(f"gets of windows {where}: {how}" in text for where, how in gets.items())
 
 
 def test_the_algorithms_of_a_world_change_with_the_size() -> None:
@@ -77,6 +79,24 @@ def test_the_algorithms_of_a_world_change_with_the_size() -> None:
     assert alone.transports == {} and set(alone.algorithms["broadcast"]) == {(0, "local")}
     strict = info.world_of(2, 1, replace(ROOMY, ptrace_scope=2)).transports
     assert strict == {"within a host": "shared memory, two copies of long messages"}
+
+
+def test_the_paths_of_gets_are_told() -> None:
+    mapped = "mapped in memory of get_mem_allocator(), messages elsewhere"
+    assert info.world_of(1, 1, ROOMY, "1.22.0").gets == {}
+    assert info.world_of(2, 1, ROOMY).gets == {"by default": mapped}
+    assert info.world_of(2, 1, replace(ROOMY, memfd=False)).gets == {"by default": "messages"}
+    assert info.world_of(4, 2, ROOMY).gets == {"by default": "messages"}
+    strict = replace(ROOMY, ptrace_scope=2)
+    for ranks, hosts, limits, version, ways in (
+        (4, 2, ROOMY, "1.22.0", "cma and RDMA devices"),
+        (2, 1, ROOMY, "2.0.1", "cma and RDMA devices"),
+        (2, 1, ROOMY, "1.9.3", "RDMA devices"),
+        (2, 1, strict, "1.22.0", "RDMA devices"),
+        (2, 2, ROOMY, "1.22.0", "RDMA devices"),
+    ):
+        told = info.world_of(ranks, hosts, limits, version).gets["with transport=ucx"]
+        assert told == f"remote_reads through {ways}, messages elsewhere"
 
 
 def test_limits_are_read_where_the_kernel_writes_them(tmp_path: Path) -> None:

@@ -236,6 +236,8 @@ class NcclxBackend : public c10d::Backend {
   void fence_window(uint64_t window);
   // The bytes of a rank's part; the tensor keeps the mapping.
   at::Tensor map_window(uint64_t window, int64_t rank);
+  // How a get of a rank's part goes now.
+  std::string window_get_path(uint64_t window, int64_t rank);
   // A put (reads the tensor), get (fills it), signal or wait_signal (without a tensor); the offset is in bytes.
   WorkPtr access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                         int64_t offset, bool async, Milliseconds timeout);

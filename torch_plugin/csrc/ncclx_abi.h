@@ -133,6 +133,9 @@ struct NcclxEngine {
   int32_t (*window_map)(NcclxComm* comm, uint64_t window, int32_t rank, NcclxMapping** mapping, void** ptr,
                         uint64_t* bytes, NcclxError* error);
   void (*unmap)(NcclxMapping* mapping);
+  // How a get of a rank's part goes now: a name of so many bytes, which lives as long as the program.
+  int32_t (*window_get_path)(NcclxComm* comm, uint64_t window, int32_t rank, const char** name, uint64_t* bytes,
+                             NcclxError* error);
   // Zeroed shared memory, valid until `memory_free`.
   int32_t (*memory_new)(uint64_t bytes, NcclxMemory** memory, void** ptr, NcclxError* error);
   void (*memory_free)(NcclxMemory* memory);
@@ -182,4 +185,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 296);
+static_assert(sizeof(NcclxEngine) == 304);

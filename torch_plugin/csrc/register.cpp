@@ -130,6 +130,8 @@ void define(py::module_& m) {
       .def("_window_fence", &NcclxBackend::fence_window, py::arg("window"), py::call_guard<py::gil_scoped_release>())
       .def("_window_map", &NcclxBackend::map_window, py::arg("window"), py::arg("rank"),
            py::call_guard<py::gil_scoped_release>())
+      .def("_window_get_path", &NcclxBackend::window_get_path, py::arg("window"), py::arg("rank"),
+           py::call_guard<py::gil_scoped_release>())
       // Ranks in no new group of a split have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());

@@ -72,6 +72,16 @@ at::Tensor NcclxBackend::map_window(uint64_t window, int64_t rank) {
   return at::from_blob(ptr, {static_cast<int64_t>(bytes)}, unmap, at::kByte);
 }
 
+std::string NcclxBackend::window_get_path(uint64_t window, int64_t rank) {
+  const char* name = nullptr;
+  uint64_t bytes = 0;
+  NcclxError error;
+  const auto number = rank >= 0 && rank < getSize() ? static_cast<int32_t>(rank) : -1;
+  const int32_t status = engine_->window_get_path(comm()->get(), window, number, &name, &bytes, &error);
+  if (status != NCCLX_OK) raise(status, error.text);
+  return {name, bytes};
+}
+
 std::optional<at::Device> NcclxBackend::device_of_window(uint64_t window) {
   std::lock_guard<std::mutex> lock(windows_mutex_);
   const auto found = windows_.find(window);

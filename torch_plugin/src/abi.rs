@@ -115,6 +115,7 @@ struct RawEngine {
         *mut RawError,
     ) -> i32,
     unmap: extern "C" fn(*mut MappedMemory),
+    window_get_path: extern "C" fn(*const Communicator, u64, i32, *mut *const c_char, *mut u64, *mut RawError) -> i32,
     memory_new: extern "C" fn(u64, *mut *mut SharedMemory<u8>, *mut *mut c_void, *mut RawError) -> i32,
     memory_free: extern "C" fn(*mut SharedMemory<u8>),
     set_members: extern "C" fn(*const Communicator, *const i64, u64),
@@ -135,7 +136,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 296);
+const _: () = assert!(size_of::<RawEngine>() == 304);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -161,6 +162,7 @@ static ENGINE: RawEngine = RawEngine {
     window_fence,
     window_map,
     unmap,
+    window_get_path,
     memory_new,
     memory_free,
     set_members,
@@ -648,6 +650,28 @@ extern "C" fn window_map(
 extern "C" fn unmap(mapping: *mut MappedMemory) {
     // SAFETY: made by `window_map` and given back once.
     or_end(|| drop(unsafe { Box::from_raw(mapping) }));
+}
+
+extern "C" fn window_get_path(
+    comm: *const Communicator,
+    window: u64,
+    rank: i32,
+    name: *mut *const c_char,
+    bytes: *mut u64,
+    error: *mut RawError,
+) -> i32 {
+    without_tensors(error, || {
+        // SAFETY: given out by `create` and not yet given back.
+        let comm = unsafe { &*comm };
+        let rank =
+            u32::try_from(rank).map_err(|_| (Status::Usage, format!("window_get_path: there is no rank {rank}")))?;
+        let path = comm.window_get_path(WindowId(window), Rank(rank)).map_err(|error| failure(&error))?.name();
+        // SAFETY: the caller's place for the name, which lives as long as the program.
+        unsafe { *name = path.as_ptr().cast() };
+        // SAFETY: the caller's place for its length.
+        unsafe { *bytes = path.len() as u64 };
+        Ok(())
+    })
 }
 
 extern "C" fn memory_new(

@@ -18,7 +18,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RdmaOperation>()
 }
 
-/// The registered memory of a tensor on the CPU.
+/// The registered memory of a tensor on the CPU or a CUDA device.
 #[pyclass(frozen, module = "ncclx_rs._native")]
 pub(crate) struct RdmaRegistration {
     memory: MemoryRegion,
@@ -28,18 +28,23 @@ pub(crate) struct RdmaRegistration {
 impl RdmaRegistration {
     #[new]
     fn new(tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let is_on_cpu: bool = tensor.getattr("is_cpu")?.extract()?;
-        if !is_on_cpu || !tensor.call_method0("is_contiguous")?.extract::<bool>()? {
+        let is = |what| tensor.getattr(what).and_then(|is| is.extract::<bool>());
+        let (is_on_cpu, is_on_device) = (is("is_cpu")?, is("is_cuda")?);
+        if !(is_on_cpu || is_on_device) || !tensor.call_method0("is_contiguous")?.extract::<bool>()? {
             return Err(PyValueError::new_err(
-                "RdmaMemory: argument `tensor`: expected a contiguous tensor on the CPU",
+                "RdmaMemory: argument `tensor`: expected a contiguous tensor on the CPU or a CUDA device",
             ));
         }
         let address: usize = tensor.call_method0("data_ptr")?.extract()?;
         let len: usize = tensor.getattr("nbytes")?.extract()?;
         let storage = tensor.call_method0("untyped_storage")?.unbind();
         let ptr = std::ptr::with_exposed_provenance_mut(address);
-        // SAFETY: the tensor is contiguous, so all its bytes lie there, in the storage, which `storage` keeps.
-        let bytes = unsafe { LentBytes::from_raw(ptr, len, Box::new(storage)) };
+        let bytes = match is_on_device {
+            // SAFETY: the tensor is contiguous, so all its bytes lie there, in the storage, which `storage` keeps.
+            true => unsafe { LentBytes::on_device(ptr, len, Box::new(storage)) },
+            // SAFETY: as above.
+            false => unsafe { LentBytes::from_raw(ptr, len, Box::new(storage)) },
+        };
         Ok(RdmaRegistration { memory: MemoryRegion::new(Arc::new(bytes)) })
     }
 

@@ -12,7 +12,7 @@ use crate::error::{Error, InitError};
 use crate::op::{Op, OpKind};
 use crate::sys::cuda::{Relaxed, StreamHandle};
 use crate::types::Rank;
-use crate::window::WindowId;
+use crate::window::{GetPath, WindowId};
 use crate::work::Work;
 
 impl DeviceSide {
@@ -48,6 +48,14 @@ impl DeviceSide {
     pub(in crate::comm) fn without_windows(&self, comm: &str, operation: &str) -> Error {
         let what = format!("engine={} has no windows in the memory of devices", self.engine());
         InitError::Config(format!("communicator `{comm}`: {operation}: {what}")).into()
+    }
+
+    /// How a get of a rank's part of a registered window in the memory of devices goes.
+    pub(in crate::comm) fn get_path(&self, window: WindowId, rank: Rank) -> GetPath {
+        match self.executor.get().is_some_and(|executor| executor.windows.maps(window, rank)) {
+            true => GetPath::Mapped,
+            false => GetPath::Messages,
+        }
     }
 
     /// Waits until this rank has nothing in flight on its device that accesses a window.

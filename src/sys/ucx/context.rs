@@ -2,13 +2,13 @@
 #![allow(unsafe_code, reason = "calls a library in C")]
 
 use std::any::Any;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
 use super::functions::{
-    ContextAttributes, FEATURE_AM, FEATURE_RMA, FEATURE_WAKEUP, MemoryParams, PARAM_FEATURES, PARAM_MT_WORKERS_SHARED,
-    PARAM_REQUEST_INIT, Params, RawContext, RawMemory, THREAD_MODE_MULTI,
+    CUDA, ContextAttributes, FEATURE_AM, FEATURE_RMA, FEATURE_WAKEUP, HOST, MemoryParams, PARAM_FEATURES,
+    PARAM_MT_WORKERS_SHARED, PARAM_REQUEST_INIT, Params, RawContext, RawMemory, THREAD_MODE_MULTI,
 };
 use super::library::{Ucx, UcxError};
 use crate::sync::{Arc, AtomicUsize, Mutex, OnceLock, Ordering, lock};
@@ -20,6 +20,8 @@ use crate::sys::lent_bytes::LentBytes;
 pub struct Context {
     ucx: Ucx,
     raw: RawContext,
+    /// A bit for each that it reaches.
+    memory_types: u64,
 }
 
 // SAFETY: the library was checked to take calls of several threads at once.
@@ -76,7 +78,7 @@ impl Context {
         // SAFETY: read above, and not used any more.
         unsafe { (functions.config_release)(config) };
         ucx.check("ucp_init", status)?;
-        let context = Context { ucx, raw };
+        let mut context = Context { ucx, raw, memory_types: 0 };
         let mut attributes = ContextAttributes::asked();
         // SAFETY: the context lives, and the structure says what is asked for.
         let status = unsafe { (context.ucx.functions().context_query)(raw, &raw mut attributes) };
@@ -84,6 +86,7 @@ impl Context {
         if attributes.thread_mode != THREAD_MODE_MULTI {
             return Err(UcxError::OneThread { path: context.ucx.path().to_owned() });
         }
+        context.memory_types = attributes.memory_types;
         // Relaxed: what makes requests is made after this, of this context.
         REQUEST_BYTES.store(attributes.request_size, Ordering::Relaxed);
         Ok(context)
@@ -154,7 +157,7 @@ impl RegisteredMemory {
     /// nobody has it any more.
     ///
     /// # Errors
-    /// A device refuses, as where too little memory may be locked.
+    /// A device refuses, as where too little memory may be locked; or the bytes are a CUDA device's, which the library does not reach.
     pub fn of(context: &Arc<Context>, bytes: &LentBytes) -> Result<Arc<RegisteredMemory>, UcxError> {
         let made = bytes.attached(|| {
             let made: Arc<dyn Any + Send + Sync> = Arc::new(RegisteredMemory::new(context, bytes)?);
@@ -170,7 +173,11 @@ impl RegisteredMemory {
 
     fn new(context: &Arc<Context>, bytes: &LentBytes) -> Result<RegisteredMemory, UcxError> {
         let (ucx, functions) = (&context.ucx, context.ucx.functions());
-        let params = MemoryParams::readable(bytes.as_ptr(), bytes.len());
+        let memory_type = memory_type_of(bytes);
+        if memory_type == CUDA && context.memory_types & (1 << CUDA) == 0 {
+            return Err(UcxError::NoCuda { path: ucx.path().to_owned() });
+        }
+        let params = MemoryParams::readable(bytes.as_ptr(), bytes.len(), memory_type);
         let mut raw = null_mut();
         // SAFETY: the context lives, and so do the bytes: the registration is attached to them, or in use by what keeps them.
         let status = unsafe { (functions.mem_map)(context.raw, &raw const params, &raw mut raw) };
@@ -197,6 +204,11 @@ impl RegisteredMemory {
     }
 }
 
+/// The library's number for where these bytes lie.
+pub(super) fn memory_type_of(bytes: &LentBytes) -> c_int {
+    if bytes.is_on_device() { CUDA } else { HOST }
+}
+
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         if !self.origin.is_here() {
@@ -213,7 +225,20 @@ impl Drop for RegisteredMemory {
 
 #[cfg(test)]
 mod tests {
+    use std::ptr::without_provenance_mut;
+
+    use super::*;
     use crate::sys::ucx::fake::{self, Fake};
+
+    #[test]
+    fn bytes_of_a_device_are_refused_by_a_library_that_does_not_reach_them() {
+        let (context, fake) = Fake::context();
+        // SAFETY: no device copies them.
+        let bytes = unsafe { LentBytes::on_device(without_provenance_mut(64), 8, Box::new(())) };
+        let error = RegisteredMemory::of(&context, &bytes).expect_err("it has no CUDA");
+        assert!(matches!(error, UcxError::NoCuda { .. }) && fake.registered() == 0, "{error}");
+        RegisteredMemory::of(&context, &LentBytes::owned(vec![0; 8])).expect("memory of the host");
+    }
 
     #[test]
     fn deaths_are_reported_and_registrations_end_unless_variables_say_otherwise() {

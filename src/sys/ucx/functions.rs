@@ -73,17 +73,24 @@ pub(super) struct ContextAttributes {
     pub(super) field_mask: u64,
     pub(super) request_size: usize,
     pub(super) thread_mode: c_int,
+    /// A bit for each type of memory that it reaches: those of [`HOST`] and [`CUDA`], and others.
+    pub(super) memory_types: u64,
     /// What later versions fill if asked.
-    rest: [u64; 16],
+    rest: [u64; 15],
 }
 
 impl ContextAttributes {
-    /// Asks for the size of a request and the thread mode.
+    /// Asks for the size of a request, the thread mode and the types of memory.
     pub(super) fn asked() -> ContextAttributes {
-        let asked = 0b11; // UCP_ATTR_FIELD_REQUEST_SIZE, _THREAD_MODE
-        ContextAttributes { field_mask: asked, request_size: 0, thread_mode: 0, rest: [0; 16] }
+        let asked = 0b111; // UCP_ATTR_FIELD_REQUEST_SIZE, _THREAD_MODE, _MEMORY_TYPES
+        ContextAttributes { field_mask: asked, request_size: 0, thread_mode: 0, memory_types: 0, rest: [0; 15] }
     }
 }
+
+/// `UCS_MEMORY_TYPE_HOST`.
+pub(super) const HOST: c_int = 0;
+/// `UCS_MEMORY_TYPE_CUDA`.
+pub(super) const CUDA: c_int = 1;
 
 /// `UCS_THREAD_MODE_SERIALIZED`: many threads, one at a time.
 pub(super) const THREAD_MODE_SERIALIZED: c_int = 1;
@@ -145,16 +152,16 @@ pub(super) struct MemoryParams {
 }
 
 impl MemoryParams {
-    /// Memory of the host that this process reads and writes, and others read. UCX passes the protection over, as of 1.22: others may
+    /// Memory of a type that this process reads and writes, and others read. UCX passes the protection over, as of 1.22: others may
     /// write, too (`ucp_mem_map_params2uct_flags`).
-    pub(super) fn readable(address: *mut c_void, length: usize) -> MemoryParams {
+    pub(super) fn readable(address: *mut c_void, length: usize, memory_type: c_int) -> MemoryParams {
         MemoryParams {
             field_mask: 0b11011, // UCP_MEM_MAP_PARAM_FIELD_ADDRESS, _LENGTH, _PROT, _MEMORY_TYPE
             address,
             length,
             flags: 0,
             protection: 0x103, // UCP_MEM_MAP_PROT_LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ
-            memory_type: 0,    // UCS_MEMORY_TYPE_HOST
+            memory_type,
             exported: 0,
         }
     }
@@ -191,9 +198,10 @@ impl RequestParams {
         rest: [0; 3],
     };
 
-    /// For bytes of memory that is registered.
-    pub(super) fn of_memory(memory: RawMemory) -> RequestParams {
-        RequestParams { mask: 1 << 8, memory, ..RequestParams::NONE } // UCP_OP_ATTR_FIELD_MEMH
+    /// For bytes of memory that is registered, of this type.
+    pub(super) fn of_memory(memory: RawMemory, memory_type: c_int) -> RequestParams {
+        // UCP_OP_ATTR_FIELD_MEMORY_TYPE, _MEMH
+        RequestParams { mask: 1 << 6 | 1 << 8, memory_type, memory, ..RequestParams::NONE }
     }
 
     /// For no more than the library's own choice.
@@ -201,10 +209,11 @@ impl RequestParams {
         RequestParams::NONE
     }
 
-    /// For an active message that travels at once, and not only once its receiver asks for it.
+    /// For an active message of the host's memory that travels at once, and not only once its receiver asks for it. Otherwise UCX
+    /// would ask the driver of CUDA where each message lies.
     pub(super) fn eager() -> RequestParams {
-        // UCP_OP_ATTR_FIELD_FLAGS, UCP_AM_SEND_FLAG_EAGER
-        RequestParams { mask: 1 << 4, flags: 1 << 1, ..RequestParams::NONE }
+        // UCP_OP_ATTR_FIELD_FLAGS, _MEMORY_TYPE, UCP_AM_SEND_FLAG_EAGER
+        RequestParams { mask: 1 << 4 | 1 << 6, flags: 1 << 1, memory_type: HOST, ..RequestParams::NONE }
     }
 
     /// For the end of an endpoint that waits for no peer.

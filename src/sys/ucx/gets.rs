@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr::null_mut;
 
-use super::context::RegisteredMemory;
+use super::context::{RegisteredMemory, memory_type_of};
 use super::functions::{IN_PROGRESS, OK, RawKey, RequestParams, status_of};
 use super::library::UcxError;
 use super::worker::{Link, Worker, padded};
@@ -60,7 +60,7 @@ impl Gets {
         // SAFETY: the key is what the library of a trusted peer packed, and zeros behind it; the endpoint lives.
         let status = unsafe { (functions.rkey_unpack)(link.raw(), packed.as_ptr().cast(), &raw mut key) };
         ucx.check("ucp_ep_rkey_unpack", status)?;
-        let params = RequestParams::of_memory(registered.raw());
+        let params = RequestParams::of_memory(registered.raw(), memory_type_of(into));
         // SAFETY: `target` has `len` writable bytes, which are registered and never borrowed, and which `Get` keeps until the
         // request is done; the key was made for this endpoint.
         let begun = unsafe { (functions.get)(link.raw(), target.cast(), len, address, key, &raw const params) };

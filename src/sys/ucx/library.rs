@@ -94,6 +94,14 @@ pub enum UcxError {
         /// The library.
         path: PathBuf,
     },
+    /// It does not reach the memory of CUDA devices.
+    #[error(
+        "{path} reaches no memory of CUDA devices: it was built without CUDA, found no driver, or UCX_TLS lacks cuda_copy"
+    )]
+    NoCuda {
+        /// The library.
+        path: PathBuf,
+    },
     /// Its threads are in another process.
     #[error("this process was forked from one that had used UCX, whose threads a fork leaves behind")]
     Forked,

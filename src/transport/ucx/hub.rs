@@ -409,6 +409,11 @@ impl Outflow {
         done
     }
 
+    /// Whether memory that the peer has exposed is read, as far as is known.
+    pub(super) fn can_read(&self) -> bool {
+        self.flow.link(|link| link.down().is_none() && link.reads.is_able()) == Some(true)
+    }
+
     /// Begins to read memory that the peer has exposed.
     pub(super) fn begin_read(&self, token: u64, from: RemoteMemory<'_>) -> Read {
         let Flow { hub, peer, .. } = &self.flow;

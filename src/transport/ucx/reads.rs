@@ -27,6 +27,11 @@ impl Reads {
         Reads { is_able, needs_calls: devices.iter().any(Device::is_cma), under_way: Vec::new() }
     }
 
+    /// Whether the peer's memory is read; no more once that has failed.
+    pub(super) fn is_able(&self) -> bool {
+        self.is_able
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.under_way.is_empty()
     }

@@ -86,6 +86,10 @@ impl SendStream for UcxSendStream {
         matches!(self.stage, Stage::Open(_))
     }
 
+    fn can_read(&self) -> bool {
+        matches!(&self.stage, Stage::Open(outflow) if outflow.can_read())
+    }
+
     fn begin_read(&mut self, token: u64, from: RemoteMemory<'_>) -> Read {
         match &self.stage {
             Stage::Opening(_) => Read::Unable,

@@ -6,6 +6,7 @@
 #undef cuGetProcAddress
 #undef cuGraphInstantiate
 #undef cuEventElapsedTime
+#undef cuDeviceGetUuid
 
 #include <atomic>
 #include <cstdint>

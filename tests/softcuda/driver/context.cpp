@@ -136,6 +136,15 @@ API cuCtxGetDevice(CUdevice* device) {
   return CUDA_SUCCESS;
 }
 
+API cuCtxGetId(CUcontext context, unsigned long long* id) {
+  ENTER(AnyDevice);
+  if (!context) context = current;
+  if (!context) return CUDA_ERROR_INVALID_CONTEXT;
+  // A device has one context.
+  *id = static_cast<unsigned long long>(context->device) + 1;
+  return CUDA_SUCCESS;
+}
+
 API cuCtxGetFlags(unsigned* flags) {
   ENTER(AnyDevice);
   if (!current) return CUDA_ERROR_INVALID_CONTEXT;

@@ -103,6 +103,8 @@ API cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
+API cuDeviceGetUuid(CUuuid* uuid, CUdevice device) { return cuDeviceGetUuid_v2(uuid, device); }
+
 API cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
   ENTER(AnyDevice);
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;

@@ -166,6 +166,14 @@ def attributes() -> None:
     assert value.value == 12080
     cuda.cuDeviceGetCount(byref(value))
     assert value.value == 3
+    seen = set()
+    for device in range(3):
+        start(device)
+        uuid, number = ctypes.create_string_buffer(16), c_uint64()
+        cuda.cuDeviceGetUuid(uuid, device)
+        cuda.cuCtxGetId(None, byref(number))
+        seen |= {uuid.raw, number.value}
+    assert len(seen) == 6, "no two devices have the same"
 
 
 def test_devices_and_driver_are_what_the_settings_say() -> None:

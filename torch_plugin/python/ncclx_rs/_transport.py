@@ -92,19 +92,24 @@ class RdmaMemory:
 
     The program must not resize the tensor's storage meanwhile. Deleting the object deregisters the memory.
 
+    Memory of a CUDA device goes through UCX alone: the transport has the hint ``transport=ucx``, and UCX reaches CUDA.
+    Streams are not waited for. Before the memory is read, by a `write` from here or by the peer, synchronize with what
+    writes it; before it is written, with what uses it.
+
     Args:
-        tensor: a contiguous CPU tensor of any shape and dtype.
+        tensor: a contiguous tensor of any shape and dtype, on the CPU or a CUDA device.
         cache_reg: ignored: a registration costs nothing here.
 
     Raises:
-        ValueError: the tensor is not contiguous, or not on the CPU.
+        ValueError: the tensor is not contiguous, or on another device.
     """
 
     def __init__(self, tensor: torch.Tensor, cache_reg: bool = False) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"RdmaMemory: argument `tensor`: expected a tensor, got {type(tensor).__name__}")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"RdmaMemory: argument `tensor`: expected a tensor on the CPU, got one on {tensor.device}")
+        if tensor.device.type not in ("cpu", "cuda"):
+            expected = "expected a tensor on the CPU or a CUDA device"
+            raise ValueError(f"RdmaMemory: argument `tensor`: {expected}, got one on {tensor.device}")
         self._registration: Any = native().RdmaRegistration(tensor)
         self._bytes = tensor.nbytes
         self._registered = True
@@ -204,7 +209,7 @@ class RdmaTransport:
     """Reads and writes the memory of one other process, and lets that one access what this process has registered.
 
     Args:
-        device: where the memory is; of CUDA devices nothing is used, since memory must be on the CPU.
+        device: where the memory is; nothing is used of a CUDA device, since each `RdmaMemory` has its tensor's.
         timeout: how long operations may take that have no timeout of their own; ``timeout_seconds`` if not given.
         hints: settings by name: ``transport``, ``ucx``, ``single_copy_bytes``, ``socket_ifname``, ``tls``,
             ``timeout_seconds`` and ``peer_timeout_seconds``.
@@ -288,7 +293,8 @@ class RdmaTransport:
             0.
 
         Raises:
-            ValueError: the remote buffer is shorter, or the local memory is deregistered.
+            ValueError: the remote buffer is shorter, or the local memory is deregistered, or a CUDA device's where the
+                transport does not go through UCX.
             RuntimeError: the transport is not connected, or the operation failed. The text names the peer and the
                 span. A refusal by the peer leaves the transport connected, a timeout does not.
         """

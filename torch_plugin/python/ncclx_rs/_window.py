@@ -31,10 +31,13 @@ class TorchCommWindowAttr:
 
     Attributes:
         access_type: how the part is accessed.
+        get_path: how a `get` of the part goes: `mapped`, a copy by this process or its device; `remote_reads`, read by
+            UCX without that rank's help; or `messages`, which that rank answers. torchcomms has no such attribute.
     """
 
     def __init__(self) -> None:
         self.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_SEPARATE
+        self.get_path = "messages"
 
 
 class TorchCommWindow:
@@ -445,11 +448,22 @@ class TorchCommWindow:
     def get_attr(self, peer_rank: int) -> TorchCommWindowAttr:
         """The attributes of a rank's part. It is unified if `map_remote_tensor` gives the part, and separate otherwise.
 
+        `get_path` holds while nothing that this rank has put there is unflushed. It may change: the first `get` of a
+        rank with which nothing was exchanged goes by messages, and so do all after a read that failed.
+
         Raises:
-            RuntimeError: there is no such rank.
+            RuntimeError: there is no such rank, or the window has no tensor.
+
+        Example:
+            >>> window = comm.new_window(torch.zeros(4))
+            >>> window.get_attr(comm.rank).get_path
+            'mapped'
+            >>> window.tensor_deregister()
         """
         self._comm._check_rank("get_attr", "peer_rank", peer_rank)
+        self._registered()
         attr = TorchCommWindowAttr()
+        attr.get_path = self._c10d._window_get_path(self._id, peer_rank)
         if peer_rank == self._comm._rank or self._can_map(peer_rank):
             attr.access_type = TorchCommWinAccessType.WIN_ACCESS_TYPE_UNIFIED
         return attr
@@ -501,8 +515,6 @@ class TorchCommWindow:
         return self._mapped[rank]
 
     def _can_map(self, rank: int) -> bool:
-        if self._id is None:
-            return False
         try:
             return self._map(rank).nbytes == self._bytes
         except ValueError:

@@ -54,13 +54,15 @@ class Info:
 class World:
     """What the engine would take for a world of `ranks` on `hosts`, unless settings or a tuning file say otherwise.
 
-    `transports` says how bytes move between which ranks. `algorithms` has for each collective the algorithms by size:
-    the least number of bytes that each is taken for, and its name.
+    `transports` says how bytes move between which ranks, and `gets` how a get of a window does, by the names of
+    `window.get_attr(rank).get_path`. `algorithms` has for each collective the algorithms by size: the least number of
+    bytes that each is taken for, and its name.
     """
 
     ranks: int
     hosts: int
     transports: dict[str, str]
+    gets: dict[str, str]
     algorithms: dict[str, list[tuple[int, str]]]
 
 
@@ -82,8 +84,12 @@ _COLLECTIVES = (
 )
 
 
-def world_of(ranks: int, hosts: int, limits: Limits) -> World:
-    """What the engine would take for such a world."""
+# From this version of UCX on, gets are read through `cma`.
+_READS_BY_CMA = (1, 22)
+
+
+def world_of(ranks: int, hosts: int, limits: Limits, ucx: str | None = None) -> World:
+    """What the engine would take for such a world, with this version of UCX if there is one."""
     algorithms: dict[str, list[tuple[int, str]]] = {}
     for collective in _COLLECTIVES:
         chosen: list[tuple[int, str]] = []
@@ -93,13 +99,27 @@ def world_of(ranks: int, hosts: int, limits: Limits) -> World:
                 chosen.append((size if chosen else 0, name))
         algorithms[collective] = chosen
     transports = {}
+    reads = limits.reads_memory and (limits.ptrace_scope or 0) < 2
     if ranks > hosts:
-        copies = "one copy" if limits.reads_memory and (limits.ptrace_scope or 0) < 2 else "two copies"
+        copies = "one copy" if reads else "two copies"
         within = f"shared memory, {copies} of long messages" if limits.memfd else "TCP: memfd_create is refused"
         transports["within a host"] = within
     if hosts > 1:
         transports["between hosts"] = "TCP"
-    return World(ranks, hosts, transports, algorithms)
+    return World(ranks, hosts, transports, _gets(ranks, hosts, limits.memfd, reads, ucx), algorithms)
+
+
+def _gets(ranks: int, hosts: int, shares: bool, reads: bool, ucx: str | None) -> dict[str, str]:
+    if ranks == 1:
+        return {}
+    gets = {"by default": "messages"}
+    if hosts == 1 and shares:
+        gets["by default"] = "mapped in memory of get_mem_allocator(), messages elsewhere"
+    if ucx is not None:
+        by_cma = ranks > hosts and reads and tuple(int(part) for part in ucx.split(".")[:2]) >= _READS_BY_CMA
+        ways = "cma and RDMA devices" if by_cma else "RDMA devices"
+        gets["with transport=ucx"] = f"remote_reads through {ways}, messages elsewhere"
+    return gets
 
 
 def gather(ranks: int = 8, hosts: int = 1) -> Info:
@@ -140,7 +160,7 @@ def gather(ranks: int = 8, hosts: int = 1) -> Info:
         limits=limits,
         nodes=_host.nodes(),
         home=module.home_node(),
-        world=world_of(ranks, hosts, limits),
+        world=world_of(ranks, hosts, limits, libraries["ucx"].version if "ucx" in libraries else None),
     )
 
 
@@ -206,6 +226,7 @@ def _node_lines(info: Info) -> list[tuple[str, str]]:
 def _world_lines(world: World) -> list[tuple[str, str]]:
     lines = [("world", f"{world.ranks} ranks on {world.hosts} {'host' if world.hosts == 1 else 'hosts'} would take")]
     lines += [("", f"{where}: {how}") for where, how in world.transports.items()]
+    lines += [("", f"gets of windows {where}: {how}") for where, how in world.gets.items()]
     for collective, chosen in world.algorithms.items():
         parts = [name if least == 0 else f"{name} from {size_text(least)}" for least, name in chosen]
         lines.append(("", f"{collective}: {', '.join(parts)}"))
