@@ -92,6 +92,8 @@ pub(crate) struct Collectives {
     unexpected: FxHashMap<Key, (Signature, Unexpected)>,
     /// Messages of this rank that their receivers have asked for before they are sent, with their lengths.
     asked: FxHashMap<Key, (Signature, u64)>,
+    /// The tokens of those of the active collective that wait to be asked for.
+    announced: FxHashMap<Key, u64>,
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
     pub(crate) plans: PlanCache,
@@ -115,6 +117,7 @@ impl Collectives {
             posted: FxHashMap::default(),
             unexpected: FxHashMap::default(),
             asked: FxHashMap::default(),
+            announced: FxHashMap::default(),
             failed: BTreeMap::new(),
             plans: PlanCache::default(),
             scratch_limit: ScratchLimit::UNBOUNDED,
@@ -359,9 +362,10 @@ impl Collectives {
         let completion = Completion { op: OpId::Collective(sequence), step };
         let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_cache_hot);
         if !eager {
-            let asked = self.asked.remove(&(to, sequence, message));
-            let is_asked = asked.is_some_and(|(_, asked)| asked == len as u64);
-            ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, is_asked);
+            let key = (to, sequence, message);
+            let is_asked = self.asked.remove(&key).is_some_and(|(_, asked)| asked == len as u64);
+            let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, is_asked);
+            self.announced.extend(sent.map(|token| (key, token)));
         } else if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
             self.step_done(sequence, step);
         }
@@ -479,8 +483,10 @@ impl Collectives {
         if is_active && !self.check_signature(ctx, from, header.signature) {
             return;
         }
-        if !ctx.rndv.ready_arrives(&mut ctx.endpoints, from, header) {
-            self.asked.insert((from, header.key, header.index), (header.signature, header.len));
+        let key = (from, header.key, header.index);
+        let token = self.announced.get(&key).copied();
+        if !token.is_some_and(|token| ctx.rndv.ready_arrives(&mut ctx.endpoints, from, token, header.len)) {
+            self.asked.insert(key, (header.signature, header.len));
         }
     }
 
@@ -580,6 +586,7 @@ impl Collectives {
         active.ready.clear();
         self.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         self.active = None;
+        self.announced.clear();
         // What this rank had sent when it was asked for it.
         self.asked.retain(|(_, asked, _), _| *asked > sequence);
         if result.is_err() {

@@ -16,7 +16,7 @@ use crate::engine::connector::{FindRoutes, OPENING_CHECK};
 use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, Header};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::{LinkStats, Outbox};
-use crate::engine::peers::{Peer, Peers};
+use crate::engine::peers::{ACCEPT_TIMEOUT, DRAIN_TIMEOUT, Peer, Peers};
 use crate::error::{Error, LinkDown};
 use crate::sys::poller::StreamName;
 use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
@@ -378,7 +378,7 @@ impl Endpoints {
             Err(down) => {
                 self.send_stream_closed(peer, down.clone());
                 self.accept();
-                if !self.may_bring_more(peer) {
+                if self.patience(peer).is_zero() {
                     self.lose(peer, &down);
                 }
             }
@@ -436,7 +436,7 @@ impl Endpoints {
         match peer.ending.clone() {
             Some((down, since)) => {
                 self.accept();
-                return (!self.may_bring_more(rank) || since.elapsed() >= DRAIN_TIMEOUT).then_some(down);
+                return (since.elapsed() >= self.patience(rank)).then_some(down);
             }
             None if peer.connector.due().is_some() => self.connect(rank),
             None => {
@@ -687,11 +687,11 @@ impl Endpoints {
 
     /// When to look again at streams that end, that are in their handshake, that are being opened, or that could not be.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let ending = self.unsettled().filter_map(|peer| peer.ending.as_ref()).map(|(_, since)| *since + DRAIN_TIMEOUT);
+        let ending = self.unsettled().any(|peer| peer.ending.is_some()).then(|| Instant::now() + ACCEPT_TIMEOUT);
         let accepting = self.transports.iter().filter_map(|transport| transport.accepting_until());
         let opening = self.unsettled().filter_map(|peer| peer.connector.due());
         let opened = self.unsettled().any(|peer| peer.outbox.is_opening()).then(|| Instant::now() + OPENING_CHECK);
-        ending.chain(accepting).chain(opening).chain(opened).min()
+        ending.into_iter().chain(accepting).chain(opening).chain(opened).min()
     }
 
     /// The error of an operation whose time is over, which waited for these ranks: `detail`, and why there are no streams.
@@ -734,10 +734,11 @@ impl Endpoints {
         self.settle(peer);
     }
 
-    /// Whether there is a stream from `peer`, or there may be one in its handshake.
-    fn may_bring_more(&self, peer: Rank) -> bool {
-        self.peers.get(peer).is_some_and(|peer| peer.inbox.is_some() || peer.is_draining)
-            || self.transports.iter().any(|transport| transport.accepting_until().is_some())
+    /// For how long more may come from `peer` after its other stream has ended: from a stream, or one in its handshake.
+    fn patience(&self, peer: Rank) -> Duration {
+        let is_open = self.peers.get(peer).is_some_and(|peer| peer.inbox.is_some() || peer.is_draining);
+        let is_accepting = || self.transports.iter().any(|transport| transport.accepting_until().is_some());
+        if is_open { DRAIN_TIMEOUT } else { ACCEPT_TIMEOUT * u32::from(is_accepting()) }
     }
 
     /// Marks `peer` as gone. Its streams stay until [`Endpoints::drop_streams`], to tell which operations need them.
@@ -795,6 +796,3 @@ const OPENING_TEND: Duration = Duration::from_millis(5);
 
 /// In larger worlds, failures are told to this many ranks, and they time out on the others.
 const NOTIFY_MAX_RANKS: usize = 128;
-
-/// How long the stream from a peer may outlast the stream to it: TCP may have to send its last bytes several times.
-pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);

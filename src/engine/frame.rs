@@ -340,12 +340,6 @@ impl Header {
         if tells && self.match_space == MatchSpace::Collective { self.key.saturating_add(1) } else { 0 }
     }
 
-    /// Whether both are of one message of a collective, between the same two ranks.
-    pub(crate) fn is_same_message(&self, other: &Header) -> bool {
-        let message = |header: &Header| (header.match_space, header.key, header.index, header.len);
-        self.match_space == MatchSpace::Collective && message(self) == message(other)
-    }
-
     /// What an `Rts` frame says of its message.
     pub(crate) fn rts(&self) -> RtsInfo {
         RtsInfo { token: self.token, len: self.len, address: self.address, is_busy: self.is_busy }

@@ -67,7 +67,9 @@ impl FuzzRun {
             5 => self.access(input),
             6 => {
                 let mut wire = self.harness.wire();
-                wire.invalidations += u64::from(input.byte() % 2);
+                let changes = input.byte();
+                wire.invalidations += u64::from(changes % 2);
+                wire.is_far = changes & 2 != 0;
                 let count = input.byte();
                 wire.memory = input.take(count.into()).to_vec();
             }
@@ -106,7 +108,7 @@ impl FuzzRun {
     /// A frame of the format that peers send, with fields that are mostly small numbers, and its payload.
     fn frame(&mut self, input: &mut Input<'_>) {
         let mut bytes = [0; HEADER_MAX];
-        bytes[0] = 1 + input.byte() % 15;
+        bytes[0] = 1 + input.byte() % 16;
         bytes[1] = input.byte() % 2;
         if input.byte().is_multiple_of(2) {
             bytes[2..5].copy_from_slice(&input.array::<3>());

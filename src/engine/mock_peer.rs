@@ -388,9 +388,9 @@ impl RecvStream for Receiving {
 mod tests {
     use super::*;
     use crate::config::EagerBytes;
-    use crate::engine::endpoint::DRAIN_TIMEOUT;
     use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
     use crate::engine::message::message_header;
+    use crate::engine::peers::DRAIN_TIMEOUT;
     use crate::engine::wait_policy::Wait;
     use crate::types::Source;
 

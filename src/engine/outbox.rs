@@ -116,11 +116,15 @@ impl Outbox {
         self.push_from(0, header, body, completion);
     }
 
-    /// Queues the rest of a message whose receiver has its first `offset` bytes.
+    /// Queues the rest of a message whose receiver has its first `offset` bytes. What the peer waits for before it sends goes before
+    /// all that has not begun, so that data go both ways at once.
     pub(crate) fn push_from(&mut self, offset: usize, header: Header, body: Body, completion: Completion) {
         let mut outgoing = Outgoing { header, body, completion, offset };
         outgoing.body.give_back(offset);
-        self.queue.push_back(outgoing);
+        match header.kind {
+            FrameKind::Ready | FrameKind::Rtr => self.queue.insert(usize::from(self.head.is_some()), outgoing),
+            _ => self.queue.push_back(outgoing),
+        }
     }
 
     /// Writes a message of one frame that nothing waits before, or as much of it as there is room for, and queues the rest.
@@ -141,7 +145,7 @@ impl Outbox {
         }
         self.written = *written.as_ref().unwrap_or(&0);
         self.head = Some(head);
-        self.push(header, body, completion);
+        self.queue.push_back(Outgoing { header, body, completion, offset: 0 });
         written.map(|_| false)
     }
 
@@ -274,5 +278,30 @@ impl Outbox {
             Some(send_stream) if self.queue.is_empty() => send_stream.flushed(),
             _ => Ok(self.queue.is_empty()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::frame::MatchSpace;
+
+    #[test]
+    fn what_a_peer_waits_for_goes_before_data_that_has_not_begun() {
+        let mut outbox = Outbox::default();
+        let push = |outbox: &mut Outbox, kind| {
+            let header = Header::control(kind, MatchSpace::Collective, 0, 0, 0);
+            outbox.push(header, Body::Empty, Completion::NONE);
+        };
+        push(&mut outbox, FrameKind::Data);
+        push(&mut outbox, FrameKind::Data);
+        push(&mut outbox, FrameKind::Ready);
+        // Now a frame has begun.
+        outbox.head = Some(outbox.queue[0].header.encode());
+        push(&mut outbox, FrameKind::Rtr);
+        push(&mut outbox, FrameKind::Fail);
+        let kinds: Vec<FrameKind> = outbox.queue.iter().map(|outgoing| outgoing.header.kind).collect();
+        let data = FrameKind::Data;
+        assert_eq!(kinds, [FrameKind::Ready, FrameKind::Rtr, data, data, FrameKind::Fail]);
     }
 }

@@ -3,7 +3,7 @@
 //! A large world has ten thousand ranks, of which one rank talks to a few. One that it has not talked to takes an empty place
 //! in a table here. What is done for all peers, such as at an end, is done for those that it knows.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::connector::{Connector, FindRoutes};
 use crate::engine::inbox::Inbox;
@@ -28,6 +28,12 @@ pub(crate) struct Peer {
     /// Which rank it said is lost, for which it will leave, and how that was found out.
     pub(crate) reported: Option<(Option<Rank>, String)>,
 }
+
+/// How long the stream from a peer may outlast the stream to it: TCP may have to send its last bytes several times.
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The same of a stream that is in its handshake, which may be another peer's.
+pub(crate) const ACCEPT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The peers of one rank.
 pub(crate) struct Peers {

@@ -496,7 +496,8 @@ impl Engine {
             (FrameKind::Rts, MatchSpace::Device) => self.relay.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::DeviceMessage) => self.device_messages.rts_arrives(ctx, from, header),
             (FrameKind::Rts, MatchSpace::DeviceAccess) => self.device_accesses.rts_arrives(ctx, from, header),
-            (FrameKind::Ready, _) => self.collectives.ready_arrives(ctx, from, header),
+            (FrameKind::Ready, MatchSpace::Collective) => self.collectives.ready_arrives(ctx, from, header),
+            (FrameKind::Ready, _) => {}
             (FrameKind::Rtr, _) => ctx.rndv.rtr_arrives(&mut ctx.endpoints, from, header),
             (FrameKind::Ats, _) => {
                 if let Some(completion) = ctx.rndv.ats_arrives(from, header.token) {

@@ -114,7 +114,8 @@ impl Rendezvous {
         false
     }
 
-    /// Sends a long message: by an RTS, unless the receiver has asked for it and is not to read it instead.
+    /// Sends a long message: by an RTS, unless the receiver has asked for it and is not to read it instead. Returns the token of one
+    /// that waits for the receiver to ask.
     pub(crate) fn send_long(
         &mut self,
         endpoints: &mut Endpoints,
@@ -123,7 +124,7 @@ impl Rendezvous {
         body: Body,
         completion: Completion,
         is_asked: bool,
-    ) {
+    ) -> Option<u64> {
         let token = self.next_token;
         self.next_token += 1;
         let address = match &body {
@@ -133,23 +134,22 @@ impl Rendezvous {
             _ => None,
         };
         if is_asked && address.is_none() {
-            return endpoints.push_from(to, 0, Header { kind: FrameKind::Data, token, ..header }, body, completion);
+            endpoints.push_from(to, 0, Header { kind: FrameKind::Data, token, ..header }, body, completion);
+            return None;
         }
         let header = Header { kind: FrameKind::Rts, token, address, ..header };
         self.pending_sends.insert(token, PendingSend { to, header, body, completion, copy: None });
         endpoints.send_control(to, header);
         endpoints.expect(to);
+        address.is_none().then_some(token)
     }
 
-    /// `from` has a buffer for a message of a collective. True: that waits for it, and is sent.
-    pub(crate) fn ready_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, ready: Header) -> bool {
-        let is_asked = |pending: &PendingSend| {
-            let PendingSend { to, header, .. } = pending;
-            // What lies where its receiver can read it is for that to answer.
-            *to == from && header.address.is_none() && header.is_same_message(&ready)
-        };
-        let found = self.pending_sends.iter().find(|(_, pending)| is_asked(pending)).map(|(token, _)| *token);
-        let Some(pending) = found.and_then(|token| self.take_pending_send(from, token)) else { return false };
+    /// `from` has a buffer of `len` bytes for message `token`, which it can only ask for. False: that is not as long.
+    pub(crate) fn ready_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, token: u64, len: u64) -> bool {
+        if self.pending_sends.get(&token).is_none_or(|pending| pending.header.len != len) {
+            return false;
+        }
+        let Some(pending) = self.take_pending_send(from, token) else { return false };
         let header = Header { kind: FrameKind::Data, ..pending.header };
         endpoints.push_from(from, 0, header, pending.body, pending.completion);
         true
