@@ -125,4 +125,4 @@ def test_times_between_hosts_are_those_measured(
         median = statistics.median(ratios)
         print(f"the fastest rounds take {spread(ratios)} times as long, and may take {1 + TOLERANCE} in the median")
     assert 1 / (1 + TOLERANCE) <= median <= 1 + TOLERANCE, ratios
-    assert max(ratios) <= 2, "far more than what is shared otherwise than in the model"
+    assert max(ratios) <= 3, "far more than what is shared otherwise than in the model"

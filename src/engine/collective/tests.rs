@@ -172,13 +172,20 @@ fn what_may_be_read_is_announced_although_it_is_asked_for() {
 
 #[test]
 fn a_question_of_another_length_is_answered_by_an_announcement() {
-    let (mut harness, mut words) = (far(), Words::new(vec![7]));
-    let work = send(&mut harness, &mut words);
-    let ready =
-        Header { signature: signature(Rank(0)), ..Header::control(FrameKind::Ready, MatchSpace::Collective, 0, 0, 16) };
-    harness.send(&ready.encode());
-    assert_eq!(kinds(&mut harness), [FrameKind::Rts]);
-    assert!(!work.is_done());
+    let ready = Header::control(FrameKind::Ready, MatchSpace::Collective, 0, 0, 16);
+    let ready = Header { signature: signature(Rank(0)), ..ready }.encode();
+    for asked_first in [true, false] {
+        let (mut harness, mut words) = (far(), Words::new(vec![7]));
+        if asked_first {
+            harness.send(&ready);
+        }
+        let work = send(&mut harness, &mut words);
+        if !asked_first {
+            harness.send(&ready);
+        }
+        assert_eq!(kinds(&mut harness), [FrameKind::Rts]);
+        assert!(!work.is_done());
+    }
 }
 
 #[test]
