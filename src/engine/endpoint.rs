@@ -42,8 +42,7 @@ pub(crate) struct Endpoints {
     watcher: Box<dyn Watcher>,
     /// What it has named, while that is dealt with.
     named: Vec<StreamName>,
-    /// A thread sleeps until the watcher names a stream. All streams that may move are armed, and what is put on the agenda
-    /// wakes it.
+    /// A thread sleeps until the watcher names a stream: all that may move are armed. What is put on the agenda wakes it.
     is_asleep: bool,
     /// Streams that were armed for that sleep alone.
     dozing: Vec<(List, Rank)>,
@@ -736,9 +735,12 @@ impl Endpoints {
 
     /// For how long more may come from `peer` after its other stream has ended: from a stream, or one in its handshake.
     fn patience(&self, peer: Rank) -> Duration {
-        let is_open = self.peers.get(peer).is_some_and(|peer| peer.inbox.is_some() || peer.is_draining);
-        let is_accepting = || self.transports.iter().any(|transport| transport.accepting_until().is_some());
-        if is_open { DRAIN_TIMEOUT } else { ACCEPT_TIMEOUT * u32::from(is_accepting()) }
+        let brings = |peer: &&Peer| peer.inbox.is_some() || peer.is_draining;
+        match self.peers.get(peer).filter(brings) {
+            None => ACCEPT_TIMEOUT * u32::from(self.transports.iter().any(|each| each.accepting_until().is_some())),
+            Some(peer) if peer.outbox.is_open() && !peer.outbox.is_opening() => DRAIN_TIMEOUT,
+            Some(_) => ACCEPT_TIMEOUT,
+        }
     }
 
     /// Marks `peer` as gone. Its streams stay until [`Endpoints::drop_streams`], to tell which operations need them.

@@ -32,7 +32,7 @@ pub(crate) struct Peer {
 /// How long the stream from a peer may outlast the stream to it: TCP may have to send its last bytes several times.
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The same of a stream that is in its handshake, which may be another peer's.
+/// The same where the stream to the peer could not be opened, and of one from it in its handshake, which may be another peer's.
 pub(crate) const ACCEPT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The peers of one rank.
