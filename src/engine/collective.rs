@@ -361,13 +361,15 @@ impl Collectives {
         let is_cache_hot = active.request.sends_cache_hot();
         let completion = Completion { op: OpId::Collective(sequence), step };
         let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_cache_hot);
-        if !eager {
+        if eager {
+            if ctx.endpoints.send(to, header, Body::of(region), completion) {
+                self.step_done(sequence, step);
+            }
+        } else {
             let key = (to, sequence, message);
             let is_asked = self.asked.remove(&key).is_some_and(|(_, asked)| asked == len as u64);
             let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, is_asked);
             self.announced.extend(sent.map(|token| (key, token)));
-        } else if ctx.rndv.send_message(&mut ctx.endpoints, to, header, Body::of(region), completion, eager) {
-            self.step_done(sequence, step);
         }
         if let Some(cause) = ctx.lost(to) {
             self.suspect(ctx, to, cause);

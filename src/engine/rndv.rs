@@ -35,6 +35,14 @@ pub(crate) struct PendingSend {
     pub(crate) copy: Option<Copied>,
 }
 
+impl PendingSend {
+    /// Sends the message to its receiver, which has the first `offset` bytes.
+    fn send_data(self, endpoints: &mut Endpoints, offset: usize) {
+        let header = Header { kind: FrameKind::Data, ..self.header };
+        endpoints.push_from(self.to, offset, header, self.body, self.completion);
+    }
+}
+
 /// The long messages of one communicator.
 pub(crate) struct Rendezvous {
     pub(crate) eager_bytes: usize,
@@ -150,8 +158,7 @@ impl Rendezvous {
             return false;
         }
         let Some(pending) = self.take_pending_send(from, token) else { return false };
-        let header = Header { kind: FrameKind::Data, ..pending.header };
-        endpoints.push_from(from, 0, header, pending.body, pending.completion);
+        pending.send_data(endpoints, 0);
         true
     }
 
@@ -188,8 +195,7 @@ impl Rendezvous {
                     *self.cannot_read.get_mut(from) = true;
                 }
                 let offset = usize::try_from(rtr.len).unwrap_or(usize::MAX).min(pending.body.len());
-                let header = Header { kind: FrameKind::Data, ..pending.header };
-                endpoints.push_from(from, offset, header, pending.body, pending.completion);
+                pending.send_data(endpoints, offset);
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
             None if rtr.match_space == MatchSpace::PointToPoint => {
