@@ -48,6 +48,8 @@ fn ranks_that_may_not_share_memory_take_tcp() {
         .collect();
     said.sort();
     let line = |me, other| format!("WARN rank {me}: rank {other} is reached by tcp");
-    assert!([line(0, 2), line(1, 2)].iter().all(|line| said.contains(line)), "{said:?}");
-    assert!(said.is_sorted_by(|one, next| one < next), "a pair is told of once: {said:?}");
+    // Whoever tries first finds out. The other one may follow it, and then it has nothing to tell.
+    let is_told_of = |other| said.contains(&line(other, 2)) || said.contains(&line(2, other));
+    assert!(is_told_of(0) && is_told_of(1), "{said:?}");
+    assert!(said.is_sorted_by(|one, next| one < next), "a rank tells of another once: {said:?}");
 }
