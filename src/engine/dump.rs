@@ -171,7 +171,7 @@ impl Engine {
                 .map(|rank| {
                     let endpoints = &self.context.endpoints;
                     let (transport, devices) = endpoints.transport(rank).unzip();
-                    let LinkStats { tcp, rails, .. } = endpoints.link_stats(rank);
+                    let LinkStats { tcp, rails } = endpoints.link_stats(rank);
                     Peer {
                         rank: rank.index(),
                         host: self.context.topo.host_of(rank),

@@ -17,8 +17,6 @@ pub(crate) struct LinkStats {
     pub(crate) tcp: Option<TcpStats>,
     /// What has become of them, if there are several.
     pub(crate) rails: Option<RailStats>,
-    /// Whether this rank reads what the peer has exposed by itself.
-    pub(crate) can_read: bool,
 }
 
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
@@ -154,6 +152,11 @@ impl Outbox {
         self.send_stream.as_ref().map(|send_stream| send_stream.peer_can_read())
     }
 
+    /// Whether this rank reads what the peer has exposed by itself.
+    pub(crate) fn can_read(&self) -> bool {
+        self.send_stream.as_ref().is_some_and(|send_stream| send_stream.can_read())
+    }
+
     /// Makes the peer doubt what it reads of this process's memory.
     pub(crate) fn invalidate(&mut self) {
         if let Some(send_stream) = &mut self.send_stream {
@@ -264,7 +267,7 @@ impl Outbox {
     /// How the connections do.
     pub(crate) fn link_stats(&self) -> LinkStats {
         let Some(send_stream) = &self.send_stream else { return LinkStats::default() };
-        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats(), can_read: send_stream.can_read() }
+        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats() }
     }
 
     /// What bytes go through, where the transport chooses that.

@@ -264,7 +264,7 @@ impl Windows {
         let has_key = |exposed: &Exposed| exposed.remotes.get(peer.index()).is_some_and(Option::is_some);
         if peer == endpoints.me() || self.parts(id).is_some() {
             GetPath::Mapped
-        } else if self.exposed.get(&id).is_some_and(has_key) && endpoints.link_stats(peer).can_read {
+        } else if self.exposed.get(&id).is_some_and(has_key) && endpoints.can_read(peer) {
             GetPath::RemoteReads
         } else {
             GetPath::Messages

@@ -184,8 +184,9 @@ fn an_all_to_all_that_a_rank_does_not_call_ends() {
                 rank.submit_within(kind, &[&memory], &[&memory], limit).expect("a work")
             };
             exchange(None).wait(None).expect("all are there");
+            rank.comm.barrier().expect("all are there");
             if rank.comm.rank() != Rank(2) {
-                match exchange(Some(Duration::from_millis(500))).wait(None) {
+                match exchange(Some(Duration::from_secs(2))).wait(None) {
                     Err(Error::Timeout { detail: text, .. } | Error::Remote { cause: text, .. }) => {
                         assert!(text.contains("device collective 2: rank(s) 2 did not call it"), "{text}");
                     }
@@ -207,8 +208,9 @@ fn a_rank_that_does_not_come_is_named_and_the_stream_runs_out() {
             let memory = rank.memory(&data(me, 10));
             let first = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
             first.wait(None).expect("a sum");
+            rank.comm.barrier().expect("all are there");
             if me != 2 {
-                let (kind, limit) = (OpKind::AllReduce(ReduceOp::Sum), Some(Duration::from_millis(500)));
+                let (kind, limit) = (OpKind::AllReduce(ReduceOp::Sum), Some(Duration::from_secs(2)));
                 let work = rank.submit_within(kind, &[&memory], &[&memory], limit).expect("a work");
                 let begin = Instant::now();
                 match work.wait(None) {

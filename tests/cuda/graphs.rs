@@ -281,7 +281,10 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
     alone("graphs::a_rank_that_does_not_replay_is_named_and_the_replay_ends", &[&[], WEAK], || {
         world(3, &[], |rank| {
             let memory = rank.memory(&data(rank.me(), 100));
-            let limit = Some(Duration::from_millis(600));
+            let other = rank.memory(&[1.0]);
+            rank.sum(&other).expect("the setup takes longer");
+            let limit = Some(REPLAY_LIMIT);
+            rank.comm.barrier().expect("all are there");
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 let kind = OpKind::AllReduce(ReduceOp::Sum);
                 rank.submit_within(kind, &[&memory], &[&memory], limit).expect("a work");
@@ -291,8 +294,12 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
     });
 }
 
+/// How long calls that are replayed wait for ranks that come, and for one that does not.
+pub(crate) const REPLAY_LIMIT: Duration = Duration::from_secs(3);
+
 /// Of three ranks with a graph of a sum, whose calls have a short time limit, two replay it once more than rank 2.
 pub(crate) fn rank_2_replays_it_once(rank: &OnDevice, memory: &DeviceMemory, graph: &Graph) {
+    rank.comm.barrier().expect("all have captured it");
     graph.replay(&rank.stream);
     assert!(rank.values(memory) == total(3, 100), "all replay it once");
     rank.comm.barrier().expect("all are there");

@@ -217,15 +217,14 @@ impl Software {
 
     /// How many there are once what is given back later is gone.
     pub(crate) fn settled(&self) -> i64 {
-        let mut before = self.living();
-        loop {
-            std::thread::sleep(Duration::from_millis(300));
+        let (mut before, mut looks) = (self.living(), 0);
+        while looks < 5 {
+            std::thread::sleep(Duration::from_millis(200));
             let now = self.living();
-            if now == before {
-                return now;
-            }
+            looks = if now == before { looks + 1 } else { 0 };
             before = now;
         }
+        before
     }
 }
 

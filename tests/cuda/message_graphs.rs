@@ -5,7 +5,7 @@ use std::time::Duration;
 use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
 use ncclx_rs::{Error, Op, OpKind, ReduceOp};
 
-use crate::graphs::{ONE_QUEUE, WEAK};
+use crate::graphs::{ONE_QUEUE, REPLAY_LIMIT, WEAK};
 use crate::harness::{alone, context, has_devices, is_alone};
 use crate::messages::{CELL, SMALL, recv, send};
 use crate::moving::{self, Moving};
@@ -350,15 +350,19 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
         for sender in [0, 1] {
             world(2, SMALL, |rank| {
                 let memory = rank.memory(&data(sender, 10));
+                let eager =
+                    if rank.me() == sender { rank.sends(1 - sender, 0, 1) } else { rank.receives(sender, 0, 1) };
+                rank.one(&eager).expect("the setup takes longer");
                 rank.comm.barrier().expect("all are there");
                 let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
-                    let limit = Some(Duration::from_millis(600));
+                    let limit = Some(REPLAY_LIMIT);
                     let work = match rank.me() == sender {
                         true => rank.submit_within(send(1 - sender, 0), &[&memory], &[], limit),
                         false => rank.submit_within(recv(sender, 0), &[], &[&memory], limit),
                     };
                     work.expect("a work");
                 });
+                rank.comm.barrier().expect("all have captured it");
                 graph.replay(&rank.stream);
                 assert!(rank.values(&memory) == data(sender, 10));
                 rank.comm.barrier().expect("all have replayed it once");

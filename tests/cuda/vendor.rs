@@ -266,8 +266,9 @@ fn who_does_not_call_is_named() {
         world_on(&[0, 1, 2], NCCL, |rank| {
             let memory = rank.memory(&[1.0; 1000]);
             rank.sum(&memory).expect("the first is sound");
+            rank.comm.barrier().expect("all are there");
             if rank.me() != 2 {
-                let limit = Some(Duration::from_secs(1));
+                let limit = Some(Duration::from_secs(3));
                 let submitted = rank.submit_within(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory], limit);
                 match submitted.and_then(|work| work.wait(None)).expect_err("one is missing") {
                     Error::Timeout { detail, .. } | Error::Remote { cause: detail, .. } => {

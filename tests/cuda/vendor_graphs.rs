@@ -6,7 +6,7 @@ use ncclx_rs::sys::cuda::{DeviceMemory, Stream};
 use ncclx_rs::sys::nccl::Vendor;
 use ncclx_rs::{Buffer, Counts, DType, Error, Mode as CallMode, Op, OpKind, Rank, ReduceOp, StreamHandle};
 
-use crate::graphs::{rank_2_replays_it_once, wait_until};
+use crate::graphs::{REPLAY_LIMIT, rank_2_replays_it_once, wait_until};
 use crate::harness::{Software, alone, calls_of, calls_of_nccl};
 use crate::message_graphs::ring;
 use crate::messages::{Item, exchange, outcome};
@@ -372,7 +372,7 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
                 let other = rank.memory(&[1.0]);
                 rank.sum(&other).expect("a sum");
                 rank.stream.synchronize().expect("a stream that ends");
-                summing(&rank, &memory, Some(Duration::from_millis(600)))
+                summing(&rank, &memory, Some(REPLAY_LIMIT))
             };
             rank_2_replays_it_once(&rank, &memory, &graph);
         });

@@ -234,9 +234,10 @@ fn a_late_rank_is_waited_for_and_a_missing_one_is_named() {
             assert_eq!(ids_and_splits(), (1, 3));
             // Now it comes when the others have given up.
             let usual = rank.comm.timeout();
-            rank.comm.set_timeout(Duration::from_millis(500));
+            rank.comm.barrier().expect("all are there");
+            rank.comm.set_timeout(Duration::from_secs(2));
             if rank.me() == 1 {
-                std::thread::sleep(Duration::from_secs(2));
+                std::thread::sleep(Duration::from_secs(4));
             }
             let error = part(&rank, &[0, 1, 2], "missing").map(drop).expect_err("one is missing").to_string();
             rank.comm.set_timeout(usual);

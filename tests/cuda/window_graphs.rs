@@ -5,7 +5,7 @@ use std::time::Duration;
 use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory, Stream};
 use ncclx_rs::{OpKind, ReduceOp, StreamHandle};
 
-use crate::graphs::{WEAK, wait_until};
+use crate::graphs::{REPLAY_LIMIT, WEAK, wait_until};
 use crate::harness::{Software, alone, has_devices};
 use crate::moving::{self, Moving};
 use crate::ranks::{OnDevice, data, world, world_on};
@@ -117,11 +117,12 @@ fn a_signal_waits_until_the_one_before_is_taken() {
             let part = Part::new(&rank, 1);
             let peer = 1 - rank.me();
             rank.comm.barrier().expect("all are there");
-            let limit = Some(Duration::from_millis(600));
+            let limit = Some(REPLAY_LIMIT);
             let kind = if rank.me() == 0 { signal(&part, peer) } else { wait_signal(&part, peer) };
             let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || {
                 rank.submit_within(kind, &[], &[], limit).expect("a work");
             });
+            rank.comm.barrier().expect("all have captured it");
             graph.replay(&rank.stream);
             rank.stream.synchronize().expect("a replay that ends");
             rank.comm.barrier().expect("the first one is taken");

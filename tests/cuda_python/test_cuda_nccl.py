@@ -19,7 +19,7 @@ import test_cuda_messages
 import torch
 import torch.distributed as dist
 from conftest import begin, variables
-from harness import World, fresh_store, joined
+from harness import World, fresh_store, joined, set_timeout
 from ncclx_rs._load import native
 from reference import any_bits, assert_same
 from test_cuda_collectives import everything
@@ -376,9 +376,10 @@ def test_a_send_that_nobody_receives_ends_at_its_limit(library_world: World) -> 
 
 def faulty(rank: int, size: int, expected: str, limit: float) -> None:
     store = fresh_store()
-    with joined(timeout=limit):
+    with joined():
         tensor = torch.ones(1000, device="cuda")
         dist.all_reduce(tensor)
+        set_timeout(dist.group.WORLD, limit)
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=expected):
             dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=60))

@@ -178,7 +178,7 @@ def test_split_group_splits_the_librarys_communicator(four_devices: World, is_bo
 
 
 def missing(rank: int, size: int) -> None:
-    comm = new_comm("nccl", rank, size, {"timeout_seconds": "2"})
+    comm = new_comm("nccl", rank, size, {"timeout_seconds": "8"})
     store = fresh_store()
     calls = Calls()
     if rank == 2:

@@ -171,7 +171,7 @@ def a_peer_that_dies_is_named(rank: int, size: int) -> None:
     if rank == 1:
         transport.read(into.to_mutable_view(), remote)
         os._exit(9)
-    with pytest.raises(RuntimeError, match="the connection to .* ended before"):
+    with pytest.raises(RuntimeError, match="the connection to .* ended before|is not connected"):
         until_it_ends(transport, into, remote)
     assert not transport.connected()
 

@@ -1,7 +1,7 @@
 //! The methods on slices, against what each rank can compute alone; and communicators that split off.
 
 use std::fmt::Debug;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use ncclx_rs::comm::store::MemoryStore;
@@ -197,14 +197,14 @@ fn lengths_that_differ_between_ranks_are_an_error_on_all() {
 
 #[test]
 fn a_call_that_times_out_returns_and_names_the_missing_rank() {
-    world_with(Wire::Shm, 2, Duration::from_millis(200), |comm| {
+    let ended = Barrier::new(2);
+    world_with(Wire::Shm, 2, Duration::from_millis(200), move |comm| {
         if me(comm) == 0 {
             let error = comm.all_reduce(&mut [0.0; 5], ReduceOp::Sum).expect_err("a timeout");
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
             assert_eq!(missing_and_callers(&error.to_string()), ("1", "0"));
-        } else {
-            std::thread::sleep(Duration::from_millis(600));
         }
+        ended.wait();
     });
 }
 

@@ -1,6 +1,8 @@
 //! Gets that a rank reads in the target's memory by itself, over UCX, the real library. Over UCX's TCP they travel by frames, and
 //! everything else is the same.
 
+use std::fs;
+use std::io;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -210,6 +212,18 @@ impl Target {
         let sent = Command::new("kill").args([name, &self.0.id().to_string()]).status().expect("kill");
         assert!(sent.success());
     }
+
+    /// Stops it, and waits until all its threads stand still: a signal alone is for one of them to see.
+    fn stop(&self) {
+        self.signal("-STOP");
+        let runs = |thread: io::Result<fs::DirEntry>| {
+            let stat = fs::read_to_string(thread.expect("an entry").path().join("stat")).unwrap_or_default();
+            !stat.is_empty() && !stat.contains(") T ")
+        };
+        while fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("it is there").any(runs) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 impl Drop for Target {
@@ -251,7 +265,7 @@ fn a_target_that_is_stopped_is_read_all_the_same() {
     let path = if may_read() { GetPath::RemoteReads } else { GetPath::Messages };
     assert_eq!(comm.window_get_path(window.id(), Rank(1)).expect("a path"), path);
     assert_eq!(comm.window_get_path(window.id(), Rank(0)).expect("a path"), GetPath::Mapped);
-    target.signal("-STOP");
+    target.stop();
     let before = reads(&comm, 1);
     let mut got = vec![0; LONG];
     if may_read() {

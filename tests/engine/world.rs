@@ -70,10 +70,12 @@ where
                     rank: Rank::from(rank),
                     size,
                     store,
-                    timeout: Some(timeout),
+                    // It limits joining, too, which takes as long as the machine's other work has it take.
+                    timeout: Some(timeout.max(Duration::from_secs(60))),
                     hints: hints(wire, rank, size).into_iter().chain(more).collect(),
                 };
                 let comm = Communicator::new(options).expect("the world forms");
+                comm.set_timeout(timeout);
                 let result = f(&comm);
                 comm.shutdown().expect("shutdown");
                 result

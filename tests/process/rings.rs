@@ -50,7 +50,7 @@ fn allow(rings: Option<u64>) {
 
 /// What two ranks get that exchange a message while they may map so many rings, of which a pair has four when each is mapped by
 /// both of its sides. Nobody is lost, and all goes on afterwards.
-fn exchange_with(wire: Wire, rings: u64) -> Vec<Result<(), Error>> {
+fn exchange_with(wire: Wire, rings: u64, limit: Duration) -> Vec<Result<(), Error>> {
     let (low, tried) = (Barrier::new(2), Barrier::new(2));
     let ring_bytes = RING_BYTES.to_string();
     world_hinted(wire, 2, Duration::from_secs(60), &[("shm_ring_bytes", &ring_bytes)], move |comm| {
@@ -58,7 +58,7 @@ fn exchange_with(wire: Wire, rings: u64) -> Vec<Result<(), Error>> {
             allow(Some(rings));
         }
         low.wait();
-        let outcome = exchange(comm, SHORT);
+        let outcome = exchange(comm, limit);
         assert_eq!(comm.loss(), None, "{wire:?} {rings}: {outcome:?}");
         if tried.wait().is_leader() {
             allow(None);
@@ -77,7 +77,7 @@ fn a_lack_of_memory_for_rings_is_an_error_of_its_own_and_passes() {
         return;
     }
     for rings in 0..4 {
-        let outcomes = exchange_with(Wire::Shm, rings);
+        let outcomes = exchange_with(Wire::Shm, rings, SHORT);
         let is_lack = |outcome: &Result<(), Error>| matches!(outcome, Err(Error::Resource { .. }));
         for outcome in &outcomes {
             if let Err(Error::Resource { detail, .. }) = outcome {
@@ -101,7 +101,7 @@ fn ranks_without_memory_for_rings_take_tcp_where_they_may() {
         return;
     }
     for rings in 0..4 {
-        for outcome in exchange_with(Wire::Auto, rings) {
+        for outcome in exchange_with(Wire::Auto, rings, Duration::from_secs(30)) {
             outcome.expect("there is another way");
         }
     }

@@ -23,6 +23,18 @@ fn settled(most: usize) -> usize {
     entries("fd")
 }
 
+/// The same, once their number has stayed as it is for a while.
+fn at_rest() -> usize {
+    let (mut before, mut looks) = (entries("fd"), 0);
+    while looks < 20 {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = entries("fd");
+        looks = if now == before { looks + 1 } else { 0 };
+        before = now;
+    }
+    before
+}
+
 #[test]
 fn a_further_communicator_takes_two_descriptors_for_a_peer_and_a_few_of_its_own() {
     let _alone = alone();
@@ -32,9 +44,9 @@ fn a_further_communicator_takes_two_descriptors_for_a_peer_and_a_few_of_its_own(
         let barrier = Arc::new(Barrier::new(size));
         world(wire, size, move |comm| {
             // Rank 0 counts for all, which are in this process.
-            let count = |least: usize| {
+            let count = |most: Option<usize>| {
                 barrier.wait();
-                let count = (comm.rank() == Rank(0)).then(|| settled(least));
+                let count = (comm.rank() == Rank(0)).then(|| most.map_or_else(at_rest, settled));
                 barrier.wait();
                 count
             };
@@ -46,19 +58,18 @@ fn a_further_communicator_takes_two_descriptors_for_a_peer_and_a_few_of_its_own(
             talk_to_all(comm);
             // What is still on its way when the first ones begin.
             drop(comm.split(&all, "first").expect("all are there"));
-            std::thread::sleep(Duration::from_millis(200));
-            let before = count(usize::MAX).unwrap_or_default();
+            let before = count(None).unwrap_or_default();
             const MORE: usize = 4;
             let more: Vec<Communicator> = (0..MORE).map(|_| comm.split(&all, "more").expect("all are there")).collect();
             let made = before + MORE * size * own(wire);
-            let counted = count(made);
+            let counted = count(Some(made));
             assert!(counted.is_none_or(|count| count == made), "{wire:?} {size}: {counted:?} of {made} from {before}");
             more.iter().for_each(talk_to_all);
             let used = made + MORE * size * (size - 1) * 2;
-            let counted = count(used);
+            let counted = count(Some(used));
             assert!(counted.is_none_or(|count| count == used), "{wire:?} {size}: {counted:?} of {used} from {before}");
             drop(more);
-            let counted = count(before);
+            let counted = count(Some(before));
             assert!(counted.is_none_or(|count| count == before), "{wire:?} {size}: {counted:?} of {before}");
         });
     }

@@ -28,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +44,8 @@ WATCHDOG_SECONDS = float(os.environ.get("NCCLX_RS_TEST_WATCHDOG", "240"))
 GRACE_SECONDS = 3.0
 
 PR_SET_PDEATHSIG = 1
+# What a worker and the tests' process tell each other before a run.
+READY = "ready"
 
 MODES = ("shm", "tcp", "hier", "ucx")
 # What UCX goes through in mode "ucx", by the size of the world: each of its ways in one.
@@ -152,8 +154,10 @@ def stop(process: int) -> None:
     states = [""]
     while any(state != "T" for state in states):
         time.sleep(0.001)
-        threads = Path(f"/proc/{process}/task").glob("*/stat")
-        states = [thread.read_text().rpartition(")")[2].split()[0] for thread in threads]
+        states = []
+        for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                states.append(thread.read_text().rpartition(")")[2].split()[0])
 
 
 def fresh_store() -> dist.Store:
@@ -227,12 +231,25 @@ def leaving_together(ranks: Collection[int] | None = None) -> Iterator[None]:
     """Keeps each of `ranks` (default: all) alive and in its group until all of them have left the block."""
     assert this_worker is not None
     store = fresh_store()
-    everyone = range(this_worker.size) if ranks is None else ranks
     try:
         yield
     finally:
-        store.set(f"through{this_worker.rank}", "yes")
-        store.wait([f"through{rank}" for rank in everyone], datetime.timedelta(seconds=WATCHDOG_SECONDS))
+        _meet_at(store, ranks)
+
+
+def meet(ranks: Collection[int] | None = None) -> None:
+    """Waits until `ranks` (default: all) are here, by the store, so that nothing between them is under way any more.
+
+    A rank that has passed a barrier may leave while another one is still in it.
+    """
+    _meet_at(fresh_store(), ranks)
+
+
+def _meet_at(store: dist.Store, ranks: Collection[int] | None) -> None:
+    assert this_worker is not None
+    everyone = range(this_worker.size) if ranks is None else ranks
+    store.set(f"through{this_worker.rank}", "yes")
+    store.wait([f"through{rank}" for rank in everyone], datetime.timedelta(seconds=WATCHDOG_SECONDS))
 
 
 def _perform(task: Task) -> Outcome:
@@ -288,6 +305,11 @@ def _serve(
     while True:
         try:
             task = connection.recv()
+            # To import takes a new worker seconds; what fails here fails again in a moment.
+            with suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(task.module)
+            connection.send(READY)
+            connection.recv()
         except EOFError:
             return
         connection.send(_perform(task))
@@ -359,6 +381,7 @@ class World:
         offsets = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         for connection in self._connections:
             connection.send(task)
+        self._begin_together()
         outcomes = self._collect(dies)
         wrong = [r for r, o in enumerate(outcomes) if (o.kind == "died") != (r in dies) or o.kind in ("failed", "hung")]
         if wrong or dies:
@@ -400,6 +423,16 @@ class World:
             self._workers.append(worker)
             self._connections.append(ours)
             self._logs.append(Path(log))
+
+    def _begin_together(self) -> None:
+        """Lets the ranks begin once all have loaded what they run; who dies before that is for `_collect` to tell."""
+        for told in (False, True):
+            for connection in self._connections:
+                with suppress(EOFError, ConnectionError):
+                    if told:
+                        connection.send(READY)
+                    elif connection.poll(WATCHDOG_SECONDS):
+                        connection.recv()
 
     def _collect(self, dies: Collection[int]) -> list[Outcome]:
         outcomes = [Outcome() for _ in range(self.size)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, descriptors, join, leaving_together
+from harness import BACKEND, World, descriptors, join, leaving_together, set_timeout
 from ncclx_rs.bench.measure import on_a_core_of_its_own
 from reference import assert_same
 from torch._C import _distributed_c10d as c10d
@@ -147,9 +147,10 @@ RECORDER_FOLLOWS_US = BACKEND == "ncclx_rs" and tuple(map(int, torch.__version__
 def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, folder: str) -> None:
     os.environ |= {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
     os.environ["NCCLX_RS_PYTORCH_RECORDER"] = "1"
-    join(timeout=1)
+    join()
     dist.all_reduce(torch.ones(10))
     dist.barrier()
+    set_timeout(dist.group.WORLD, 1)
     entries = json.loads(c10d._dump_fr_trace_json(backend=BACKEND))["entries"]
     assert [entry["profiling_name"] for entry in entries] == [f"{BACKEND}:all_reduce", f"{BACKEND}:barrier"]
     assert all(entry["state"] == "completed" and entry["duration_ms"] > 0 for entry in entries)
@@ -161,8 +162,9 @@ def pytorchs_recorder_learns_what_became_of_operations(rank: int, size: int, fol
 
 def failures_are_written_down_without_pytorchs_recorder(rank: int, size: int, folder: str) -> None:
     os.environ |= {"TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
-    join(timeout=1)
+    join()
     dist.barrier()
+    set_timeout(dist.group.WORLD, 1)
     if RECORDER_FOLLOWS_US:
         assert not json.loads(c10d._dump_fr_trace_json(backend=BACKEND)).get("entries")
     with leaving_together():

@@ -184,6 +184,7 @@ def one_generation(members: list[int], rank: int, fault: Fault, choice: random.R
     me, size, lost = members.index(rank), len(members), members.index(fault.victim)
     pids = fresh_store()
     pids.set(str(rank), str(os.getpid()))
+    pids.wait([str(member) for member in members])
     timer = threading.Timer(fault.delay, fault.happen)
     try:
         if rank == fault.victim and fault.stage == "joining":

@@ -20,7 +20,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, lacking, leaving_together
+from harness import BACKEND, World, fresh_store, lacking, leaving_together, meet
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, perfetto, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
@@ -302,8 +302,7 @@ def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @contextmanager
-def recorded(rank: int, size: int, folder: str, seconds: float = 20, **hints: str) -> Iterator[TorchComm]:
-    limit = timedelta(seconds=seconds)
+def recorded(rank: int, size: int, folder: str, **hints: str) -> Iterator[TorchComm]:
     comm = ncclx_rs.new_comm(
         "ncclx",
         "cpu",
@@ -312,16 +311,18 @@ def recorded(rank: int, size: int, folder: str, seconds: float = 20, **hints: st
         store=fresh_store(),
         rank=rank,
         size=size,
-        timeout=limit,
+        timeout=timedelta(seconds=20),
         hints={"dump_directory": folder} | hints,
     )
     for _ in range(3):
         comm.all_reduce(torch.ones(4), ReduceOp.SUM, False)
+    meet()
     yield comm
 
 
 def one_does_not_call(rank: int, size: int, folder: str) -> None:
-    with recorded(rank, size, folder, 1.5) as comm, leaving_together():
+    with recorded(rank, size, folder) as comm, leaving_together():
+        comm.set_timeout(1.5)
         if rank == 1:
             assert len(ncclx_rs.dump(folder, "asked")) == 1
             return

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MODES, WATCHDOG_SECONDS, World, fresh_store, join, leaving_together, set_timeout
+from harness import MODES, WATCHDOG_SECONDS, World, fresh_store, join, leaving_together, meet, set_timeout
 from test_mismatch import call
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -97,6 +97,7 @@ def killed_rank_is_named(rank: int, size: int, how: str, count: int) -> None:
     join(timeout=60)
     tensor = torch.ones(count)
     dist.all_reduce(tensor)
+    meet()
     if rank == victim:
         if how == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -196,6 +197,7 @@ def stopped_rank_takes_everything_once_it_goes_on(rank: int, size: int) -> None:
 def peer_of_a_receive_dies(rank: int, size: int) -> None:
     join(timeout=60)
     dist.barrier()
+    meet()
     if rank == 1:
         os._exit(3)
     with leaving_together([r for r in range(size) if r != 1]):

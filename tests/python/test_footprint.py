@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="other backends ma
 
 # How long to measure the processor time, in seconds.
 WATCHED = 1.0
+# For so long the others wait for a rank, less what the system has them begin late.
+LATE = 2.0
 
 
 def own_memory() -> int:
@@ -69,11 +71,19 @@ def memory_is_bounded(rank: int, size: int) -> None:
     assert mean <= 4 << 20, f"a communicator takes {mean / (1 << 20):.1f} MB a rank"
 
 
+def settled() -> None:
+    """Waits until this process has opened no file for a second: the failure detector connects by itself."""
+    counts = [-1]
+    while len(counts) < 11 or len(set(counts[-10:])) > 1:
+        time.sleep(0.1)
+        counts.append(descriptors())
+
+
 def further_groups_take_little(rank: int, size: int) -> None:
     count = 32
     first = dist.new_group(backend=BACKEND)
     talk_to_all([dist.group.WORLD, first], size)  # what each process makes once
-    time.sleep(0.3)
+    settled()
     dist.barrier()
     before, memory = descriptors(), own_memory()
     dist.barrier()
@@ -149,12 +159,12 @@ def waiting_ranks_sleep(rank: int, size: int, later: bool) -> None:
     reduce()  # loading at a first call would take a slow machine longer than the limit
     dist.barrier()
     if rank == 0:
-        time.sleep(WATCHED)  # the rank that is late
+        time.sleep(LATE)  # the rank that is late
     used, began = time.process_time(), time.monotonic()
     reduce()
     used, took = time.process_time() - used, time.monotonic() - began
     if rank != 0:
-        assert took >= WATCHED * 0.5, f"rank 0 was late for {took:.1f} s only"
+        assert took >= LATE * 0.25, f"rank 0 was late for {took:.1f} s only"
         assert used <= took * 0.05, f"{used:.3f} s of {took:.1f} s"
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, joined, leaving_together, set_timeout
+from harness import BACKEND, World, descriptors, joined, leaving_together, set_timeout
 from reference import assert_same, data, reduced
+from test_peer_loss import until
 
 
 def assert_group_works(group: dist.ProcessGroup | None, members: list[int], what: str) -> None:
@@ -122,24 +122,22 @@ def meshes_nest_groups(rank: int, size: int) -> None:
     assert_group_works(mesh["outer"].get_group(), column, "the outer dimension")
 
 
-def _resources() -> tuple[int, int]:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
 def groups_give_their_resources_back(rank: int, size: int) -> None:
-    counts = []
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
     with joined():
-        for _ in range(30):
+        for turn in range(30):
             group = dist.new_group(list(range(size)))
             assert_group_works(group, list(range(size)), "a short-lived group")
             dist.barrier(group)
             dist.destroy_process_group(group)
             del group
-            counts.append(_resources())
-    # Threads may take a moment to end, so an excess of one or two is no leak; one for each group is.
-    for what, first, last in zip(("file descriptors", "threads"), counts[10], counts[-1], strict=True):
-        assert last <= first + 10, f"{what} grew from {first} to {last} over 20 groups: {counts}"
+            if turn == 10:
+                files, tasks = descriptors(), threads()
+        # What is left of one or two is no leak; something of each of 20 groups is.
+        assert descriptors(files + 10) <= files + 10, f"file descriptors grew from {files} to {descriptors()}"
+        until(lambda: threads() <= tasks + 10, f"there are no more threads than {tasks} and some")
 
 
 def default_groups_come_and_go(rank: int, size: int) -> None:

@@ -21,7 +21,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, WATCHDOG_SECONDS, World, fresh_store, join, joined, leaving_together
+from harness import BACKEND, WATCHDOG_SECONDS, World, fresh_store, join, joined, leaving_together, meet
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="of this engine's records")
 
@@ -77,6 +77,7 @@ def each_lost_rank_is_told_of_once(rank: int, size: int) -> None:
     capture = start_capture()
     join(timeout=300)
     dist.barrier()
+    meet()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(size - 1)):

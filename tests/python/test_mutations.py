@@ -49,6 +49,6 @@ def test_a_tree_is_mutated_for_a_while(tmp_path: Path) -> None:
 
 def test_only_a_test_that_passes_has_not_noticed(tmp_path: Path) -> None:
     printed = "test a::good ... ok\ntest a::bad ... FAILED\ntest a::late ... "
-    found = outcomes(("sh", "-c", f"printf '{printed}'; sleep 99"), ("a::good", "a::bad", "a::late"), tmp_path, 1)
+    found = outcomes(("sh", "-c", f"printf '{printed}'; sleep 99"), ("a::good", "a::bad", "a::late"), tmp_path, 5)
     assert found == {"a::good": "ok", "a::bad": "FAILED", "a::late": "no end"}
     assert survivors(found) == ["a::good"]

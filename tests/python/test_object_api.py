@@ -23,7 +23,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, without_cuda_driver
+from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, meet, without_cuda_driver
 from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, _backends, objcol
 from reference import SIZES, assert_same, data, reduced
 from test_failures import missing_and_callers
@@ -524,9 +524,10 @@ def a_late_rank_is_named_and_ends_the_communicator(rank: int, size: int) -> None
         "ncclx", "cpu", store=fresh_store(), rank=rank, size=size, abort_process_on_timeout_or_error=False
     )
     comm.register_abort_hook(lambda: aborted.append(True))
+    comm.barrier(False)
     with leaving_together():
         if rank != 0:
-            work = comm.all_reduce(torch.ones(1), ReduceOp.SUM, True, timeout=timedelta(seconds=1))
+            work = comm.all_reduce(torch.ones(1), ReduceOp.SUM, True, timeout=timedelta(seconds=3))
             with pytest.raises(RuntimeError, match=r"all_reduce(.|\n)*timed out") as raised:
                 work.wait()
             assert missing_and_callers(str(raised.value)) == ([0], list(range(1, size)))
@@ -858,6 +859,7 @@ def survivors_go_on_without_a_killed_member(rank: int, size: int) -> None:
     handles = handles_of_all(comm, store, rank, size)
     comm.reconfigure(1, handles)
     comm.barrier(False)
+    meet()
     if rank == 0:  # the first member's store also served the first generation
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(1, size)):

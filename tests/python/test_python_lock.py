@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import BACKEND, WATCHDOG_SECONDS, World, join, leaving_together
+from harness import BACKEND, WATCHDOG_SECONDS, World, join, leaving_together, meet
 from ncclx_rs import _native
 from test_peer_loss import backend, run_ranks, until
 
@@ -122,7 +122,8 @@ def memory(backend):
 
 def future(backend):
     work = backend._message(False, torch.ones(3).as_subclass(Owned), 0, 2, limit)
-    holding.usleep(200_000)
+    while not work.is_completed():
+        holding.usleep(1_000)
     work.get_future()
     assert not work.is_success() and work.is_completed() and work.exception() is not None
 
@@ -192,6 +193,7 @@ def errors_are_polled_while_a_rank_dies(rank: int, size: int) -> None:
     if not hasattr(backend(), "get_error"):
         pytest.skip("this torch does not show a group's error")
     dist.barrier()
+    meet()
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(size - 1)):

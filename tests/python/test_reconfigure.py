@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, fresh_store, leaving_together
+from harness import World, fresh_store, leaving_together, meet
 
 pytestmark = [
     pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp")),
@@ -76,6 +76,7 @@ def survivors_go_on(rank: int, size: int) -> None:
     everyone = handles(begin(rank, size), rank, size)
     dist._reconfigure(1, everyone).wait()
     dist.barrier()
+    meet()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     with leaving_together(range(1, size)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ COUNT = (1 << 20) + 7
 
 def team() -> list[str]:
     """The threads of this process that share work, by the numbers that the system gives them."""
-    tasks = Path("/proc/self/task").iterdir()
-    return sorted(task.name for task in tasks if (task / "comm").read_text().startswith("ncclx_rs team"))
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            names[task.name] = (task / "comm").read_text()
+    return sorted(number for number, name in names.items() if name.startswith("ncclx_rs team"))
 
 
-def long_operations_are_shared(rank: int, size: int) -> list[str]:
+def long_operations_are_shared(rank: int, size: int, threads: int) -> None:
     assert team() == [], "none before they are needed"
     dist.all_reduce(torch.ones(8))
     assert team() == [], "none for short messages"
@@ -37,15 +42,18 @@ def long_operations_are_shared(rank: int, size: int) -> list[str]:
     assert total.equal(each * size + size * (size - 1) // 2)
     assert blocks.equal(torch.stack([each + other for other in range(size)]))
     assert mine.equal(each + 1)
-    return team()
+    # A thread bears its name once it runs. Until then, the others do its part.
+    deadline = time.monotonic() + 30
+    while len(team()) < threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(team()) == threads
 
 
 def test_a_long_operation_is_shared_by_as_many_threads_as_the_setting_says() -> None:
     for threads in (0, 2):
         world = World(2, "shm", variables={"NCCLX_RS_THREADS": str(threads)})
         try:
-            for found in world.run(long_operations_are_shared):
-                assert len(found) == threads
+            world.run(long_operations_are_shared, threads)
         finally:
             world.close()
 

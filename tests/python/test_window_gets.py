@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import UCX_WAYS, World
+from harness import UCX_WAYS, World, stop
 from test_object_api import communicator
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
@@ -114,7 +114,7 @@ def a_stopped_target_is_read_where_the_window_says_so(rank: int, size: int, read
     if rank == 0:
         backend()._window_get(window, torch.empty(8, dtype=torch.uint8), 1, 0)
         assert backend()._window_get_path(window, 1) == ("remote_reads" if reads else "messages")
-        os.kill(processes[1], signal.SIGSTOP)
+        stop(processes[1])
         try:
             for offset, length in ((0, BYTES), (5, 1), (1_000_001, 100_000), (BYTES - 3, 3)):
                 got = torch.full((length,), GUARD, dtype=torch.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HOSTS, World, stop
+from harness import HOSTS, World, meet, stop
 from ncclx_rs._load import native
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
@@ -115,10 +115,14 @@ def waiting_for_a_signal_leaves_python_to_others(rank: int, size: int) -> None:
 
 def who_waits_for_a_dead_rank_is_told(rank: int, size: int) -> None:
     window = backend()._window_register(torch.zeros(1))
+    waits = backend()._window_wait_signal(window, 1, True) if rank == 0 else None
+    meet()
     if rank == 1:
         os._exit(9)
-    if rank == 0:
+    if waits is not None:
         with pytest.raises(dist.DistBackendError, match=r"wait_signal\(from rank 1, window 0\): rank 1 is lost"):
+            waits.wait()
+        with pytest.raises(dist.DistBackendError, match=r"wait_signal(\(from rank 1, window 0\))?: rank 1 is lost"):
             backend()._window_wait_signal(window, 1)
 
 
