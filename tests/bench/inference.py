@@ -48,9 +48,9 @@ def joined(rank: int, ranks: int, folder: str) -> dict[str, Callable[[torch.Tens
         raise RuntimeError("DeepSpeed has not built its shared memory here")
     group = dist.new_group(backend=OURS)
     assert isinstance(group, dist.ProcessGroup)
-    name = group.group_name
+    ours, name = torch.ops.ncclx_rs.all_reduce_, group.group_name
     return {
-        OURS: lambda tensor: torch.ops.ncclx_rs.all_reduce_(tensor, name),
+        OURS: lambda tensor: ours(tensor, name),
         THEIRS: torch.ops.deepspeed.inference_all_reduce_,
     }
 
