@@ -76,6 +76,10 @@ options! {
     tcp_streams: TcpStreams, "tcp_streams", "1", &[],
         "How many TCP connections carry a long message between two ranks at once, taken in turn from the interfaces that \
          `socket_ifname` allows. Of two ranks with different numbers, the smaller counts.";
+    shared_streams: bool, "shared_streams", "false", &[],
+        "Whether communicators of the same two processes share one TCP connection each way, where they have it set and the same \
+         settings for connections. Where one of two ranks has not, or `tcp_streams` above 1, they have connections of their own. \
+         Short messages take longer.";
     tls: Switch, "tls", "auto", &[],
         "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
          with keys made from the secret that the ranks share.";
@@ -742,6 +746,7 @@ mod tests {
             assert_eq!(bool::parse(text), Some(value));
         }
         assert_eq!(bool::parse("maybe"), None);
+        assert!(!Config::default().shared_streams);
     }
 
     #[test]

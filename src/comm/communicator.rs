@@ -145,11 +145,16 @@ impl Communicator {
         let thread = DetectorThread::of_process().map_err(|cause| os("the watch for lost ranks", cause))?;
         let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
+        let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
+        let shared = config.shared_streams.then(|| manner.key());
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
             let open = |poller: &Poller, purpose| {
-                Transports::open(&name, &identity, &config, poller, host.as_deref(), purpose)
+                let manner = shared.as_deref();
+                Transports::open(&name, &identity, &config, poller, host.as_deref(), purpose, manner)
             };
+            // Those of an attempt before watch the same.
+            drop(std::mem::take(&mut transports));
             transports = open(&poller, Purpose::Data)?;
             let mut addresses = transports.addresses();
             if size > 1 {
@@ -206,7 +211,6 @@ impl Communicator {
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
         let host_id = &ranks[rank.index()].host_id;
         let device = DeviceSide::new(&config, host_id);
-        let manner = Manner::of(&config, host_id)?;
         engine.home = home;
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();

@@ -97,7 +97,7 @@ pub(crate) struct Transports {
 }
 
 impl Transports {
-    /// Opens the transports that the configuration allows.
+    /// Opens the transports that the configuration allows. Connections of data are shared with communicators of the same `manner`.
     pub(crate) fn open(
         name: &str,
         identity: &Identity,
@@ -105,6 +105,7 @@ impl Transports {
         poller: &Poller,
         rendezvous_host: Option<&str>,
         purpose: Purpose,
+        manner: Option<&str>,
     ) -> Result<Transports, InitError> {
         let os = |what: &str| {
             let (comm, what) = (name.to_owned(), what.to_owned());
@@ -151,7 +152,9 @@ impl Transports {
                 transports.push(Entry { transport: Box::new(transport), locality, purpose });
             }
             if has_others {
-                let transport = TcpTransport::new(identity.clone(), tls, poller.clone(), advertise, streams, timeout)
+                let manner = manner.filter(|_| purpose == Purpose::Data).map(str::to_owned);
+                let (identity, poller) = (identity.clone(), poller.clone());
+                let transport = TcpTransport::new(identity, tls, poller, advertise, streams, timeout, manner)
                     .map_err(os("the TCP transport"))?;
                 transports.push(Entry { transport: Box::new(transport), locality: Locality::Everywhere, purpose });
             }
@@ -297,7 +300,8 @@ mod tests {
         };
         let mut real = BTreeMap::new();
         for purpose in [Purpose::Data, Purpose::FailureDetector] {
-            let transports = Transports::open("test", &identity, &config, &poller, None, purpose).expect("they open");
+            let transports =
+                Transports::open("test", &identity, &config, &poller, None, purpose, None).expect("they open");
             real.extend(transports.addresses());
         }
         assert_eq!(lengths(addresses_of(3, 1)), lengths(real));

@@ -13,7 +13,7 @@ use crate::engine::outbox::LinkStats;
 use crate::engine::progress::Engine;
 use crate::sys::numa::Home;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RailStats, RingStats};
+use crate::transport::{LaneStats, RailStats, RingStats};
 use crate::types::{DType, Frame, Rank};
 
 /// The version of the format. Readers refuse others.
@@ -62,6 +62,8 @@ struct Peer<'a> {
     link: Option<TcpStats>,
     /// What has become of the TCP connections to it, if there are several.
     rails: Option<RailStats>,
+    /// Which stream of a connection that communicators share leads to it, if one does.
+    lane: Option<LaneStats>,
     /// How the shared memory through which its messages come is read, if they do.
     ring: Option<RingStats>,
 }
@@ -171,7 +173,7 @@ impl Engine {
                 .map(|rank| {
                     let endpoints = &self.context.endpoints;
                     let (transport, devices) = endpoints.transport(rank).unzip();
-                    let LinkStats { tcp, rails } = endpoints.link_stats(rank);
+                    let LinkStats { tcp, rails, lane } = endpoints.link_stats(rank);
                     Peer {
                         rank: rank.index(),
                         host: self.context.topo.host_of(rank),
@@ -182,6 +184,7 @@ impl Engine {
                         remote_reads: self.windows.remote_reads(rank),
                         link: tcp,
                         rails,
+                        lane,
                         ring: endpoints.ring_stats(rank),
                     }
                 })

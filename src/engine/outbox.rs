@@ -8,7 +8,7 @@ use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
-use crate::transport::{RailStats, Read, RemoteMemory, SendStream};
+use crate::transport::{LaneStats, RailStats, Read, RemoteMemory, SendStream};
 
 /// How the connections to a peer do.
 #[derive(Clone, Copy, Debug, Default)]
@@ -17,6 +17,8 @@ pub(crate) struct LinkStats {
     pub(crate) tcp: Option<TcpStats>,
     /// What has become of them, if there are several.
     pub(crate) rails: Option<RailStats>,
+    /// What carries the stream to the peer, if it shares a connection.
+    pub(crate) lane: Option<LaneStats>,
 }
 
 /// A message on its way: one frame, or as many `Data`, `Put` or `Accumulate` frames as its body needs.
@@ -267,7 +269,8 @@ impl Outbox {
     /// How the connections do.
     pub(crate) fn link_stats(&self) -> LinkStats {
         let Some(send_stream) = &self.send_stream else { return LinkStats::default() };
-        LinkStats { tcp: send_stream.tcp_stats(), rails: send_stream.rail_stats() }
+        let (tcp, rails, lane) = (send_stream.tcp_stats(), send_stream.rail_stats(), send_stream.lane_stats());
+        LinkStats { tcp, rails, lane }
     }
 
     /// What bytes go through, where the transport chooses that.

@@ -4,7 +4,7 @@
 
 use std::io;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -161,6 +161,13 @@ impl Poller {
     }
 }
 
+/// A poller is ready while one of its descriptors is, so another one can watch it.
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.epoll.as_fd()
+    }
+}
+
 fn timespec(time: Duration) -> Timespec {
     Timespec { tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
 }
@@ -199,6 +206,13 @@ impl<S: AsFd> Watched<S> {
         epoll::add(&self.poller.shared.epoll, &self.owner, event, interest.flags())?;
         self.entry = Some(Entry { interest, data, _private: private });
         Ok(())
+    }
+
+    /// Has another poller watch it, as the descriptor of a stream.
+    pub fn move_to(&mut self, poller: &Poller, interest: Interest, name: StreamName) -> io::Result<()> {
+        self.leave();
+        self.poller = poller.clone();
+        self.add(interest, name.data())
     }
 
     /// Watches it no longer.

@@ -142,6 +142,17 @@ pub struct RailStats {
     pub reopened: u64,
 }
 
+/// What carries a stream that shares its connection with those of other communicators.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct LaneStats {
+    /// The connection's number among those that this process has opened and accepted.
+    pub connection: u32,
+    /// The stream's number on it.
+    pub lane: u32,
+    /// How many streams share it now.
+    pub lanes: usize,
+}
+
 /// The sending end of a stream.
 pub trait SendStream: Send {
     /// Takes as many leading bytes of `head` and then `body` as there is room for, possibly none. They need not outlive the call.
@@ -198,6 +209,11 @@ pub trait SendStream: Send {
 
     /// What has become of the connections, if the stream has several.
     fn rail_stats(&self) -> Option<RailStats> {
+        None
+    }
+
+    /// What carries it, if it shares a connection.
+    fn lane_stats(&self) -> Option<LaneStats> {
         None
     }
 

@@ -211,6 +211,11 @@ impl Stream {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
+    /// Whether TLS protects it.
+    pub(crate) fn has_tls(&self) -> bool {
+        self.tls.is_some()
+    }
+
     /// Whether TLS holds received bytes that the socket no longer has.
     pub(crate) fn has_more(&mut self) -> bool {
         self.tls.as_mut().is_some_and(|tls| tls.reader().fill_buf().is_ok_and(|bytes| !bytes.is_empty()))

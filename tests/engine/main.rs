@@ -36,6 +36,7 @@ mod rings;
 mod rounds;
 mod schedules;
 mod secrets_redacted;
+mod shared_streams;
 mod stores;
 mod threads;
 mod tidy;

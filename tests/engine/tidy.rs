@@ -132,13 +132,15 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/transport/tcp/",
         &[
-            &["failures", "greeting", "paths", "rails", "tender"],
-            &["channel", "connect"],
-            &["rail_recv", "reopening"],
-            &["rail_send"],
+            &["failures", "greeting", "lanes", "paths", "rails", "tender"],
+            &["channel", "connect", "door", "member"],
+            &["conduit", "rail_recv", "reopening"],
+            &["inbound", "outbound", "rail_send"],
+            &["switchboard"],
             &["tests"],
         ],
     ),
+    ("src/transport/tcp/lanes/", &[&["piece", "window"], &["reader"], &["tests"]]),
     ("src/transport/tcp/rails/", &[&["link", "piece"], &["receiver", "sender"], &["fuzz", "tests"]]),
     (
         "src/transport/ucx/",

@@ -74,6 +74,11 @@ pub struct Bootstrap {
     pub scratch_bytes: usize,
 }
 
+/// The id of this rank's host.
+pub(super) fn host_id(config: &Config) -> String {
+    Host::here(config).id
+}
+
 /// Joins the communicator `name` as `rank` of `size`. Returns when all ranks have joined, or fails at the timeout.
 ///
 /// `store` must be this communicator's own. `addresses` makes the transports, which need the keys, and returns what

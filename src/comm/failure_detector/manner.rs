@@ -45,6 +45,11 @@ impl Manner {
             protection,
         })
     }
+
+    /// The same for the same manner within this process, and for no other. It reveals no secret.
+    pub(crate) fn key(&self) -> String {
+        format!("{self:?}")
+    }
 }
 
 /// Whose connections may be shared: the process at the other end, the host that it is a rank of, and how it is reached.

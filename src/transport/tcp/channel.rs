@@ -14,8 +14,11 @@ pub(super) trait Source: Send {
     /// Reads some bytes, none if none have come. An error: none follow.
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown>;
 
-    /// Whether there are bytes that the poller does not see.
+    /// Whether there are bytes that the poller does not see. If not, it tells of those that come.
     fn has_more(&mut self) -> bool;
+
+    /// The poller need not tell of what comes.
+    fn disarm(&mut self) {}
 
     /// As [`RecvStream::session`].
     fn session(&self) -> Option<Secret> {
@@ -154,7 +157,9 @@ impl<S: Source> RecvStream for TcpRecvStream<S> {
         self.ended.is_some() || (self.buffered() > 0 && !self.waiting) || self.source.has_more()
     }
 
-    fn disarm(&mut self) {}
+    fn disarm(&mut self) {
+        self.source.disarm();
+    }
 }
 
 const BUFFER_BYTES: usize = 64 * 1024;

@@ -237,6 +237,16 @@ impl Connection {
         self.stream.holds_bytes()
     }
 
+    /// Has the poller give it this name from now on.
+    pub(super) fn name(&mut self, name: StreamName) -> Result<(), LinkDown> {
+        Ok(self.stream.name(name)?)
+    }
+
+    /// Has the poller tell nothing of it any more.
+    pub(super) fn leave(&mut self) {
+        self.stream.leave();
+    }
+
     /// The connection's socket.
     pub(super) fn socket(&self) -> &TcpStream {
         self.stream.socket()
@@ -252,7 +262,10 @@ impl Connection {
         let (is_open, holds) = (matches!(self.stage, Stage::Open), self.stream.holds_bytes());
         self.holding.set(is_open && holds);
         let wanted = if armed || holds { Interest::ReadWrite } else { Interest::Read };
-        if is_open && let Err(error) = self.stream.set(wanted) {
+        if is_open
+            && self.stream.is_watched()
+            && let Err(error) = self.stream.set(wanted)
+        {
             log::error!("watching a connection failed: {error}");
         }
     }

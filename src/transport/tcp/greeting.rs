@@ -1,7 +1,9 @@
 //! What the opener of a connection says of the stream that it belongs to, where streams may have several rails.
 //!
+//! A greeting also says that the connection is one which communicators share.
+//!
 //! It follows the proof of the secret, so that it comes from the rank that the connection was proved to be of. An acceptor with
-//! `tcp_streams` above 1 expects it, and its openers know that from its address.
+//! `tcp_streams` above 1 or with `shared_streams` expects it, and its openers know that from its address.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -27,6 +29,14 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
+    /// That of a connection which communicators share, where the acceptor says that it does so, too.
+    pub(super) const TRUNK: Greeting = Greeting { token: [0; 16], rail: 0, rails: TRUNK_RAILS, generation: 0 };
+
+    /// Whether it is that of a connection which communicators share.
+    pub(super) fn is_trunk(&self) -> bool {
+        self.rails == TRUNK_RAILS
+    }
+
     pub(super) fn encode(&self) -> [u8; GREETING_BYTES] {
         let byte = |number: usize| u8::try_from(number).expect("there are few rails");
         let mut bytes = [0; GREETING_BYTES];
@@ -38,7 +48,7 @@ impl Greeting {
 
     fn decode(bytes: &[u8; GREETING_BYTES]) -> Result<Greeting, LinkDown> {
         let (rail, rails) = (usize::from(bytes[16]), usize::from(bytes[17]));
-        if rail >= rails || rails > TcpStreams::MAX {
+        if (rail >= rails || rails > TcpStreams::MAX) && (rail, rails) != (0, TRUNK_RAILS) {
             return Err(LinkDown::new(format!(
                 "it opened rail {rail} of {rails}: expected up to {} of them, counted from 0",
                 TcpStreams::MAX
@@ -51,6 +61,9 @@ impl Greeting {
 
 /// What the acceptor of a rail answers once it is part of its stream.
 pub(super) const JOINED: [u8; 1] = [1];
+
+/// As the number of rails: the connection is shared. No stream has so many.
+const TRUNK_RAILS: usize = 255;
 
 /// The size of a greeting.
 pub(super) const GREETING_BYTES: usize = 22;
@@ -104,6 +117,9 @@ mod tests {
     fn a_greeting_names_a_rail_that_there_is() {
         let greeting = Greeting { token: [7; 16], rail: 15, rails: 16, generation: 0x0102_0304 };
         assert_eq!(Greeting::decode(&greeting.encode()), Ok(greeting));
+        assert!(
+            Greeting::decode(&Greeting::TRUNK.encode()).is_ok_and(|trunk| trunk.is_trunk()) && !greeting.is_trunk()
+        );
         for (rail, rails) in [(0, 0), (2, 2), (0, 17), (255, 3)] {
             let refused = Greeting::decode(&Greeting { rail, rails, ..greeting }.encode()).unwrap_err();
             assert!(refused.cause.contains(&format!("rail {rail} of {rails}: expected up to 16")), "{refused}");

@@ -1,19 +1,27 @@
-//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction, or several of them, the rails.
+//! TCP between hosts, over IPv4 and IPv6, with TLS or without: a connection for each direction, or several of them, the rails. With
+//! `shared_streams`, the communicators of two processes share one connection each way, of which their streams are lanes.
 
 mod channel;
+mod conduit;
 pub(super) mod connect;
+mod door;
 mod failures;
 mod greeting;
+mod inbound;
+mod lanes;
+mod member;
+mod outbound;
 pub(super) mod paths;
 mod rail_recv;
 mod rail_send;
 mod rails;
 mod reopening;
+mod switchboard;
 mod tender;
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::{IpAddr, TcpListener};
+use std::net::IpAddr;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -21,20 +29,23 @@ use serde::{Deserialize, Serialize};
 use crate::config::TcpStreams;
 use crate::error::LinkDown;
 use crate::sync::{Arc, Weak};
-use crate::sys::net::{self, Interface};
-use crate::sys::poller::{Interest, Poller, Watched};
+use crate::sys::net::Interface;
+use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
-use crate::transport::pending::{Pending, Proved};
+use crate::transport::pending::Proved;
 use crate::transport::tcp::channel::TcpRecvStream;
 use crate::transport::tcp::connect::Held;
+use crate::transport::tcp::door::Door;
 use crate::transport::tcp::greeting::{Caller, Greeting};
+use crate::transport::tcp::member::Arrival;
 use crate::transport::tcp::paths::{Target, paths};
 use crate::transport::tcp::rail_recv::{Joining, Rails};
 use crate::transport::tcp::rail_send::{RailSendStream, SendRails};
 use crate::transport::tcp::reopening::Opener;
+use crate::transport::tcp::switchboard::{Opening, Seat, Switchboard};
 use crate::transport::tcp::tender::Tender;
-use crate::transport::tls::{Stream, Tls};
+use crate::transport::tls::Tls;
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
 
@@ -49,6 +60,9 @@ pub(super) struct Address {
     /// Of how many connections streams may be that lead there; absent if of one.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     streams: usize,
+    /// Names the rank's process and the manner of its connections, which communicators share that do so, too; absent where it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    process: Option<String>,
 }
 
 fn one() -> usize {
@@ -87,7 +101,7 @@ impl Bundle {
 impl Address {
     /// Of a rank that listens at `port` on these hosts, whose streams have up to `streams` connections.
     pub(super) fn new(hosts: Vec<IpAddr>, port: u16, streams: TcpStreams) -> Address {
-        Address { hosts, port, streams: streams.get() }
+        Address { hosts, port, streams: streams.get(), process: None }
     }
 
     /// As it is published.
@@ -107,6 +121,15 @@ impl Address {
     }
 }
 
+/// Where a communicator's connections come in.
+#[derive(Debug)]
+enum Entry {
+    /// To itself alone.
+    Own(Door),
+    /// It shares connections with other communicators.
+    Shared(Seat),
+}
+
 /// The transport of one communicator.
 #[derive(Debug)]
 pub struct TcpTransport {
@@ -118,8 +141,7 @@ pub struct TcpTransport {
     streams: TcpStreams,
     port: u16,
     timeout: PeerTimeout,
-    listener: Watched<TcpListener>,
-    pending: Pending<Caller>,
+    entry: Entry,
     bundles: Vec<Bundle>,
     held: Held,
     /// Of the streams with several connections, once there is one.
@@ -127,7 +149,8 @@ pub struct TcpTransport {
 }
 
 impl TcpTransport {
-    /// Listens on every address. Peers learn those of `advertise`, the best first. Streams have up to `streams` connections.
+    /// Listens on every address. Peers learn those of `advertise`, the best first. Streams have up to `streams` connections. With a
+    /// `manner`, communicators of the same share connections; that is for streams of one connection.
     pub(crate) fn new(
         identity: Identity,
         tls: Option<Tls>,
@@ -135,52 +158,30 @@ impl TcpTransport {
         advertise: Vec<Interface>,
         streams: TcpStreams,
         timeout: PeerTimeout,
+        manner: Option<String>,
     ) -> io::Result<Self> {
-        let listener = net::listen_anywhere()?;
-        let port = listener.local_addr()?.port();
-        let listener = poller.watch(listener, Interest::Read)?;
-        let pending = Pending::new(identity.clone(), poller.clone()).with_streams(streams.get());
+        let has_rails = streams != TcpStreams::ONE;
+        let (entry, port) = match manner.filter(|_| !has_rails) {
+            None => {
+                let door = Door::open(identity.clone(), tls.clone(), &poller, streams.get(), timeout, has_rails)?;
+                let port = door.port();
+                (Entry::Own(door), port)
+            }
+            Some(manner) => {
+                let seat =
+                    Seat::take(Switchboard::of_process()?, identity.clone(), manner, tls.clone(), &poller, timeout)?;
+                let port = seat.with_door(Door::port);
+                (Entry::Shared(seat), port)
+            }
+        };
         let (bundles, held, tender) = (Vec::new(), Held::default(), None);
-        Ok(TcpTransport {
-            identity,
-            tls,
-            poller,
-            advertise,
-            streams,
-            port,
-            timeout,
-            listener,
-            pending,
-            bundles,
-            held,
-            tender,
-        })
+        Ok(TcpTransport { identity, tls, poller, advertise, streams, port, timeout, entry, bundles, held, tender })
     }
 
     /// The thread that looks after streams with several connections.
     fn tender(&mut self) -> io::Result<Tender> {
         let tender = self.tender.take().map_or_else(Tender::start, Ok)?;
         Ok(self.tender.insert(tender).clone())
-    }
-
-    /// The connections that have come and proved themselves.
-    fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
-        let tls = self.tls.as_ref();
-        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
-        let has_greeting = self.streams != TcpStreams::ONE;
-        let mut proved = self.pending.drive(|candidate| {
-            if candidate.rank.is_none() {
-                candidate.rank = candidate.accepting.drive(&mut candidate.stream.stream)?;
-            }
-            match candidate.rank {
-                None => Ok(None),
-                Some(_) if has_greeting => Ok(candidate.stream.greeting()?.map(Some)),
-                Some(_) => Ok(Some(None)),
-            }
-        });
-        self.pending.watch(&mut self.listener);
-        proved.iter_mut().for_each(|proved| proved.stream.session = proved.session);
-        proved
     }
 
     /// Takes a connection in that has proved itself: as a stream, or as a rail of one.
@@ -216,6 +217,22 @@ impl TcpTransport {
     }
 }
 
+/// The stream that has come for a communicator which shares; none if its connection has ended.
+fn accepted(seat: &Seat, poller: &Poller, me: Rank, arrival: Arrival) -> Option<Accepted> {
+    match arrival {
+        Arrival::Lane { from, trunk, lane } => Some((from, Box::new(TcpRecvStream::new(seat.lane(trunk, lane)?)))),
+        Arrival::Connection { from, mut caller } => {
+            match caller.move_to(poller, Interest::Read, StreamName::From(from)) {
+                Ok(()) => Some((from, Box::new(TcpRecvStream::new(caller)))),
+                Err(error) => {
+                    log::warn!("rank {me}: a connection of rank {from} was dropped: it cannot be watched: {error}");
+                    None
+                }
+            }
+        }
+    }
+}
+
 impl Transport for TcpTransport {
     fn name(&self) -> &'static str {
         "tcp"
@@ -223,11 +240,20 @@ impl Transport for TcpTransport {
 
     fn address(&self) -> Vec<u8> {
         let hosts = self.advertise.iter().map(|interface| interface.address).collect();
-        Address::new(hosts, self.port, self.streams).encode()
+        let process = match &self.entry {
+            Entry::Own(_) => None,
+            Entry::Shared(seat) => Some(seat.process().to_owned()),
+        };
+        Address { process, ..Address::new(hosts, self.port, self.streams) }.encode()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
-        let Address { hosts, port, streams } = Address::parse(address)?;
+        let Address { hosts, port, streams, process } = Address::parse(address)?;
+        if let (Entry::Shared(seat), Some(process)) = (&self.entry, &process) {
+            let (tls, timeout) = (self.tls.as_ref(), self.timeout);
+            let opening = Opening { tls, targets: Address::targets(address)?, timeout };
+            return Ok(Box::new(seat.open(peer, process, opening)?));
+        }
         let rails = self.streams.get().min(streams).max(1);
         let opener = Opener {
             identity: self.identity.clone(),
@@ -235,7 +261,7 @@ impl Transport for TcpTransport {
             peer,
             poller: self.poller.clone(),
             timeout: self.timeout,
-            token: (streams > 1).then(rand::random),
+            token: (streams > 1 || process.is_some()).then(rand::random),
             paths: paths(&self.advertise, &hosts, port, rails),
         };
         if rails == 1 {
@@ -250,21 +276,52 @@ impl Transport for TcpTransport {
     }
 
     fn accept(&mut self) -> Vec<Accepted> {
-        let proved = self.proved();
+        let proved = match &mut self.entry {
+            Entry::Own(door) => door.proved(),
+            Entry::Shared(seat) => {
+                let (poller, me) = (&self.poller, self.identity.me);
+                let arrivals = seat.take_arrivals().into_iter();
+                return arrivals.filter_map(|arrival| accepted(seat, poller, me, arrival)).collect();
+            }
+        };
         let take_in = |Proved { rank, stream, received, .. }| self.take_in(rank, stream, received);
         proved.into_iter().filter_map(take_in).collect()
     }
 
     fn holds_bytes(&self) -> bool {
-        self.held.is_any()
+        let shares = match &self.entry {
+            Entry::Own(_) => false,
+            Entry::Shared(seat) => seat.holds_bytes(),
+        };
+        shares || self.held.is_any()
     }
 
     fn shortage(&self) -> Option<String> {
-        self.pending.shortage()
+        match &self.entry {
+            Entry::Own(door) => door.shortage(),
+            Entry::Shared(seat) => seat.with_door(Door::shortage),
+        }
     }
 
     fn accepting_until(&self) -> Option<Instant> {
-        self.pending.due()
+        match &self.entry {
+            Entry::Own(door) => door.due(),
+            Entry::Shared(seat) => seat.with_door(Door::due),
+        }
+    }
+
+    fn look(&mut self, named: &mut Vec<StreamName>) -> bool {
+        match &self.entry {
+            Entry::Own(_) => false,
+            Entry::Shared(seat) => seat.look(named),
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        match &self.entry {
+            Entry::Own(_) => false,
+            Entry::Shared(seat) => !seat.is_idle(),
+        }
     }
 }
 

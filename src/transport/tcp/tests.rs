@@ -1,6 +1,7 @@
 //! A stream through a relay that overhears it.
 
 mod reopened;
+mod shared;
 mod tended;
 
 use std::io::{IoSlice, Read, Write};
@@ -10,11 +11,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::connect::Connection;
-use super::greeting::Greeting;
+use super::greeting::{Caller, Greeting};
 use super::paths::Target;
 use super::rail_send::{RailSendStream, SendRails};
 use super::reopening::Opener;
-use super::{Address, TcpTransport};
+use super::{Address, Entry, TcpTransport};
 use crate::config::Config;
 use crate::sys::net::Interface;
 use crate::sys::poller::{Poller, StreamName};
@@ -26,6 +27,16 @@ use crate::transport::testing::{names, opened, opened_at};
 use crate::transport::tls::Tls;
 use crate::transport::{Detour, RecvStream, SendStream, Transport};
 use crate::types::Rank;
+
+impl TcpTransport {
+    /// The connections that have come and proved themselves.
+    fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
+        match &mut self.entry {
+            Entry::Own(door) => door.proved(),
+            Entry::Shared(_) => panic!("it shares connections"),
+        }
+    }
+}
 
 /// Passes one connection on to `port`, and tells what its opener has said.
 fn relay(port: u16) -> (u16, JoinHandle<Vec<u8>>) {
@@ -65,7 +76,7 @@ fn transport(me: u32, config: &Config) -> TcpTransport {
     let identity = Identity { comm: [1; 16], me: Rank(me), size: 3, secret };
     let timeout = PeerTimeout::Always(Duration::from_secs(60));
     let own = Interface { name: "lo".to_owned(), address: Ipv4Addr::LOCALHOST.into(), prefix: 8, up: true };
-    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![own], config.tcp_streams, timeout).unwrap()
+    TcpTransport::new(identity, tls, Poller::new().unwrap(), vec![own], config.tcp_streams, timeout, None).unwrap()
 }
 
 /// Sends `payload` from one rank to another, of which nobody reads before no more can be written; what a relay overhears.

@@ -1,0 +1,301 @@
+//! The reading end of a connection that communicators share.
+
+use rustc_hash::FxHashMap;
+
+use crate::error::LinkDown;
+use crate::sync::{Arc, Mutex, lock};
+use crate::sys::fork::Origin;
+use crate::sys::poller::{StreamName, Watched};
+use crate::transport::auth::{Membership, PROOF_BYTES, Secret};
+use crate::transport::tcp::channel::Source;
+use crate::transport::tcp::conduit::{Conduit, Wire};
+use crate::transport::tcp::connect::Held;
+use crate::transport::tcp::greeting::Caller;
+use crate::transport::tcp::lanes::piece::{Kind, PieceHeader};
+use crate::transport::tcp::lanes::reader::Part;
+use crate::transport::tcp::lanes::window::RecvWindow;
+use crate::transport::tcp::member::{Arrival, Member, Members};
+use crate::types::Rank;
+
+/// A connection that another process has opened.
+#[derive(Debug)]
+pub(super) struct Inbound {
+    terms: Terms,
+    origin: Origin,
+    state: Mutex<State>,
+}
+
+/// Who may open lanes.
+#[derive(Debug)]
+struct Terms {
+    /// The connection's number among those that communicators of this process share.
+    number: u32,
+    /// What only the two ends know.
+    session: Secret,
+    /// How the listener that it came to makes and protects connections.
+    manner: String,
+    members: Arc<Members>,
+}
+
+#[derive(Debug)]
+struct State {
+    conduit: Conduit,
+    lanes: FxHashMap<u32, Lane>,
+    /// How many lanes were taken in that their communicators have not begun to read.
+    unread: usize,
+    /// All were told that the connection is down.
+    is_told: bool,
+}
+
+#[derive(Debug)]
+enum Lane {
+    Read(Reading),
+    /// Nobody reads it, or nobody does any more. What comes until its end is dropped.
+    Closed,
+}
+
+#[derive(Debug)]
+struct Reading {
+    member: Arc<Member>,
+    from: Rank,
+    window: RecvWindow,
+    has_ended: bool,
+    /// Its communicator is to be told once something comes.
+    is_armed: bool,
+}
+
+impl Reading {
+    fn name_if_armed(&mut self) {
+        if std::mem::take(&mut self.is_armed) {
+            self.member.name(StreamName::From(self.from));
+        }
+    }
+}
+
+impl Inbound {
+    /// A connection that has proved itself to be of this manner, and gets this number among those of the process.
+    pub(super) fn new(
+        number: u32,
+        caller: Watched<Caller>,
+        session: Secret,
+        manner: &str,
+        members: &Arc<Members>,
+        held: &Held,
+    ) -> Inbound {
+        let terms = Terms { number, session, manner: manner.to_owned(), members: members.clone() };
+        let conduit = Conduit::new(Wire::Accepted(caller), held);
+        let state = State { conduit, lanes: FxHashMap::default(), unread: 0, is_told: false };
+        Inbound { terms, origin: Origin::here(), state: Mutex::new(state) }
+    }
+
+    /// Goes on with whatever is under way.
+    pub(super) fn drive(&self) {
+        lock(&self.state).progress(&self.terms);
+    }
+
+    /// Whether the connection is down, and all of its lanes are with those who read them.
+    pub(super) fn is_over(&self) -> bool {
+        let state = lock(&self.state);
+        state.conduit.down().is_some() && state.unread == 0
+    }
+
+    /// The bytes of a lane that was taken in.
+    pub(super) fn begin_to_read(self: &Arc<Inbound>, number: u32) -> LaneSource {
+        lock(&self.state).unread -= 1;
+        LaneSource { trunk: self.clone(), number }
+    }
+
+    /// Moves bytes of a lane into `into`, none if none have come. An error: none follow.
+    fn read(&self, number: u32, into: &mut [u8]) -> Result<usize, LinkDown> {
+        let state = &mut *lock(&self.state);
+        if state.reading(number).is_some_and(|lane| lane.window.is_empty()) {
+            state.progress(&self.terms);
+        }
+        let Some(lane) = state.reading(number) else { return Err(LinkDown::new("the stream has ended")) };
+        let count = lane.window.take(into);
+        let (has_ended, credit) = (lane.has_ended, lane.window.credit());
+        if let Some(credit) = credit.filter(|_| !has_ended) {
+            state.push((PieceHeader { lane: number, kind: Kind::Credit, len: 4 }, credit.to_le_bytes().to_vec()));
+        }
+        match state.conduit.down() {
+            _ if count > 0 || into.is_empty() => Ok(count),
+            _ if has_ended => Err(LinkDown::new("it closed the connection")),
+            Some(down) => Err(down.clone()),
+            None => Ok(0),
+        }
+    }
+
+    /// Has the lane's communicator told once something comes. True: something is there now.
+    fn arm(&self, number: u32) -> bool {
+        let state = &mut *lock(&self.state);
+        state.progress(&self.terms);
+        let is_due = state.conduit.down().is_some() || state.conduit.has_more();
+        let Some(lane) = state.reading(number) else { return true };
+        let is_ready = is_due || lane.has_ended || !lane.window.is_empty();
+        lane.is_armed = !is_ready;
+        is_ready
+    }
+
+    fn disarm(&self, number: u32) {
+        if let Some(lane) = lock(&self.state).reading(number) {
+            lane.is_armed = false;
+        }
+    }
+
+    /// Nobody reads the lane any more.
+    pub(super) fn leave(&self, number: u32) {
+        let state = &mut *lock(&self.state);
+        let Some(Lane::Read(lane)) = state.lanes.remove(&number) else { return };
+        if !lane.has_ended {
+            state.lanes.insert(number, Lane::Closed);
+            state.push(closed(number));
+        }
+    }
+}
+
+impl State {
+    fn reading(&mut self, number: u32) -> Option<&mut Reading> {
+        match self.lanes.get_mut(&number) {
+            Some(Lane::Read(lane)) => Some(lane),
+            Some(Lane::Closed) | None => None,
+        }
+    }
+
+    /// Writes what waits, reads what has come, and tells those whom it concerns.
+    fn progress(&mut self, terms: &Terms) {
+        let State { conduit, lanes, .. } = self;
+        conduit.flush();
+        let mut answers = Vec::new();
+        conduit.receive(|number, part| take(terms, lanes, &mut answers, number, part));
+        let is_taken = |answer: &&Answer| answer.0.kind == Kind::Accepted;
+        self.unread += answers.iter().filter(is_taken).count();
+        answers.into_iter().for_each(|answer| self.push(answer));
+        self.tell();
+    }
+
+    /// Sends an answer.
+    fn push(&mut self, (header, body): Answer) {
+        self.conduit.push(header, &body);
+        self.tell();
+    }
+
+    /// Tells of the connection's end.
+    fn tell(&mut self) {
+        if let Some(down) = self.conduit.down()
+            && !std::mem::replace(&mut self.is_told, true)
+        {
+            log::debug!("a connection that communicators share has ended: {down}");
+            for lane in self.lanes.values_mut() {
+                if let Lane::Read(lane) = lane {
+                    lane.name_if_armed();
+                }
+            }
+        }
+    }
+}
+
+/// What is said of a lane to its writer.
+type Answer = (PieceHeader, Vec<u8>);
+
+fn closed(lane: u32) -> Answer {
+    (PieceHeader { lane, kind: Kind::Closed, len: 0 }, Vec::new())
+}
+
+/// Takes what the peer says of a lane. The error: it must not.
+fn take(
+    terms: &Terms,
+    lanes: &mut FxHashMap<u32, Lane>,
+    answers: &mut Vec<Answer>,
+    number: u32,
+    part: Part<'_>,
+) -> Result<(), LinkDown> {
+    match (part, lanes.get_mut(&number)) {
+        (Part::Open(membership, proof), None) => {
+            if lanes.len() >= LANES_MAX {
+                return Err(LinkDown::new(format!("it opened more than {LANES_MAX} lanes of a shared connection")));
+            }
+            let opened = open(terms, number, &membership, &proof)?;
+            answers.push(match &opened {
+                Some(_) => (PieceHeader { lane: number, kind: Kind::Accepted, len: 0 }, Vec::new()),
+                None => closed(number),
+            });
+            lanes.insert(number, opened.map_or(Lane::Closed, Lane::Read));
+        }
+        (Part::Data(bytes), Some(Lane::Read(lane))) if !lane.has_ended => {
+            lane.window.arrive(bytes)?;
+            lane.name_if_armed();
+        }
+        (Part::End, Some(Lane::Read(lane))) if !lane.has_ended => {
+            lane.has_ended = true;
+            lane.name_if_armed();
+        }
+        (Part::Data(_), Some(Lane::Closed)) => {}
+        (Part::End, Some(Lane::Closed)) => _ = lanes.remove(&number),
+        (Part::Open(..), Some(_)) => return Err(LinkDown::new(format!("it opened lane {number} twice"))),
+        (Part::Data(_) | Part::End, _) => {
+            return Err(LinkDown::new(format!("it wrote to lane {number}, which it has not opened or has ended")));
+        }
+        (other, _) => {
+            return Err(LinkDown::new(format!("it said {other:?} of lane {number}, which is not its to say")));
+        }
+    }
+    Ok(())
+}
+
+/// Takes a lane that a peer opens; none if nobody reads it. The error: it has not proved that it belongs to the communicator, or may
+/// not share this connection.
+fn open(
+    terms: &Terms,
+    number: u32,
+    membership: &Membership,
+    proof: &[u8; PROOF_BYTES],
+) -> Result<Option<Reading>, LinkDown> {
+    // A communicator is known here before any peer learns its address, so one that is not known has ended.
+    let Some(member) = terms.members.find(membership) else { return Ok(None) };
+    let from = membership.from;
+    if let Err(error) = membership.check(proof, &member.identity.secret, &terms.session) {
+        return Err(LinkDown::new(format!("it opened a stream of a communicator, but {error}")));
+    }
+    if from.index() >= member.identity.size || from == member.identity.me {
+        return Err(LinkDown::new(format!("it opened a stream as rank {from} of {}", member.identity.size)));
+    }
+    if member.manner != terms.manner {
+        return Err(LinkDown::new("it opened a stream on a connection that communicators with other settings share"));
+    }
+    let arrived = member.arrive(Arrival::Lane { from, trunk: terms.number, lane: number });
+    let window = RecvWindow::default();
+    Ok(arrived.is_ok().then(|| Reading { member, from, window, has_ended: false, is_armed: false }))
+}
+
+/// The bytes of a stream that is a lane of a connection which communicators share.
+#[derive(Debug)]
+pub(super) struct LaneSource {
+    trunk: Arc<Inbound>,
+    number: u32,
+}
+
+impl Source for LaneSource {
+    fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
+        self.trunk.read(self.number, into)
+    }
+
+    fn has_more(&mut self) -> bool {
+        self.trunk.arm(self.number)
+    }
+
+    fn disarm(&mut self) {
+        self.trunk.disarm(self.number);
+    }
+}
+
+impl Drop for LaneSource {
+    fn drop(&mut self) {
+        // In a forked child, a thread may have had the lock that is not there.
+        if self.trunk.origin.is_here() {
+            self.trunk.leave(self.number);
+        }
+    }
+}
+
+/// How many lanes one connection may have, those that nobody reads among them.
+const LANES_MAX: usize = 1 << 16;

@@ -1,0 +1,337 @@
+//! The connections that communicators of this process share: one each way for each other process and each manner of making and
+//! protecting connections, whatever the number of communicators.
+//!
+//! One poller watches all of them, and the listeners of all communicators that share. The poller of each communicator watches that
+//! one, so that whichever thread is there goes on with whatever is under way, for all.
+
+use std::collections::VecDeque;
+use std::io;
+
+use rustc_hash::FxHashMap;
+
+use crate::error::LinkDown;
+use crate::sync::{Arc, Mutex, Weak, lock};
+use crate::sys::fork::{Origin, PerProcess};
+use crate::sys::poller::{Interest, Poller, StreamName, Watched};
+use crate::sys::socket::PeerTimeout;
+use crate::transport::auth::Identity;
+use crate::transport::pending::Proved;
+use crate::transport::tcp::connect::{Connection, Held};
+use crate::transport::tcp::door::Door;
+use crate::transport::tcp::greeting::Greeting;
+use crate::transport::tcp::inbound::{Inbound, LaneSource};
+use crate::transport::tcp::member::{Arrival, Member, Members};
+use crate::transport::tcp::outbound::{LaneSendStream, Outbound};
+use crate::transport::tcp::paths::Target;
+use crate::transport::tls::Tls;
+use crate::types::Rank;
+
+/// A process with the manner of its end, and the manner of this end: what leads there may be shared.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Way {
+    process: String,
+    manner: String,
+}
+
+/// All shared connections of this process, while it has communicators that share.
+#[derive(Debug)]
+pub(super) struct Switchboard {
+    /// Names this process to those that open connections to it.
+    process: String,
+    poller: Poller,
+    held: Held,
+    members: Arc<Members>,
+    tables: Mutex<Tables>,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    /// The number of the next connection.
+    next: u32,
+    outbound: FxHashMap<Way, Weak<Outbound>>,
+    /// Those of `outbound` and some that take no further lanes.
+    writers: FxHashMap<u32, Weak<Outbound>>,
+    readers: FxHashMap<u32, Arc<Inbound>>,
+    entrances: Vec<Weak<Entrance>>,
+    /// Those of communicators that there were, each of which has its place.
+    manners: Vec<String>,
+}
+
+impl Tables {
+    fn take_number(&mut self) -> u32 {
+        let number = self.next;
+        self.next = self.next.wrapping_add(1);
+        number
+    }
+
+    /// The place of a manner.
+    fn place(&mut self, manner: &str) -> usize {
+        self.manners.iter().position(|known| known == manner).unwrap_or_else(|| {
+            self.manners.push(manner.to_owned());
+            self.manners.len() - 1
+        })
+    }
+
+    /// Forgets connections that are over. Their lanes know that, and one of them may have been the first to.
+    fn sweep(&mut self) {
+        self.readers.retain(|_, reader| !reader.is_over());
+    }
+}
+
+/// The listener of a communicator that shares.
+#[derive(Debug)]
+struct Entrance {
+    member: Arc<Member>,
+    door: Mutex<Door>,
+    origin: Origin,
+}
+
+/// How a communicator opens a connection.
+pub(super) struct Opening<'a> {
+    pub(super) tls: Option<&'a Tls>,
+    pub(super) targets: VecDeque<Target>,
+    pub(super) timeout: PeerTimeout,
+}
+
+impl Switchboard {
+    /// That of this process.
+    pub(super) fn of_process() -> io::Result<Arc<Switchboard>> {
+        static CURRENT: PerProcess<Mutex<Weak<Switchboard>>> = PerProcess::unset();
+        let mut current = lock(CURRENT.get());
+        if let Some(switchboard) = current.upgrade() {
+            return Ok(switchboard);
+        }
+        let switchboard = Switchboard::new()?;
+        *current = Arc::downgrade(&switchboard);
+        Ok(switchboard)
+    }
+
+    /// That of a process of which nobody knows yet.
+    pub(super) fn new() -> io::Result<Arc<Switchboard>> {
+        let process = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
+        let (held, members, tables) = (Held::default(), Arc::default(), Mutex::default());
+        Ok(Arc::new(Switchboard { process, poller: Poller::new()?, held, members, tables }))
+    }
+
+    /// How many connections there are that this process has opened, and that others have.
+    #[cfg(test)]
+    pub(super) fn counts(&self) -> (usize, usize) {
+        let mut tables = lock(&self.tables);
+        tables.sweep();
+        (tables.writers.values().filter(|writer| writer.strong_count() > 0).count(), tables.readers.len())
+    }
+
+    /// A connection that this process has opened.
+    #[cfg(test)]
+    pub(super) fn writer(&self, number: u32) -> Option<Arc<Outbound>> {
+        lock(&self.tables).writers.get(&number)?.upgrade()
+    }
+
+    /// Ends the connections that this process has opened, as the system does at its end.
+    #[cfg(test)]
+    pub(super) fn cut(&self) {
+        let writers: Vec<_> = lock(&self.tables).writers.values().filter_map(Weak::upgrade).collect();
+        writers.iter().for_each(|writer| writer.cut());
+    }
+
+    /// Goes on with whatever is ready.
+    fn drive(&self) {
+        let mut named = Vec::new();
+        // It is logged where the communicator's own poller fails alike.
+        let has_callers = self.poller.look(&mut named).unwrap_or(true);
+        for name in named {
+            match name {
+                StreamName::From(Rank(number)) => self.drive_trunk(number),
+                // One that is being opened, and has no other name yet.
+                StreamName::To(_) => self.drive_writers(),
+            }
+        }
+        if has_callers {
+            let entrances: Vec<_> = lock(&self.tables).entrances.iter().filter_map(Weak::upgrade).collect();
+            entrances.iter().for_each(|entrance| self.drive_entrance(entrance));
+        }
+    }
+
+    /// Goes on with the connection of this number.
+    fn drive_trunk(&self, number: u32) {
+        let (writer, reader) = {
+            let tables = lock(&self.tables);
+            (tables.writers.get(&number).and_then(Weak::upgrade), tables.readers.get(&number).cloned())
+        };
+        if let Some(writer) = writer {
+            writer.drive();
+        }
+        if let Some(reader) = reader {
+            reader.drive();
+            if reader.is_over() {
+                lock(&self.tables).readers.remove(&number);
+            }
+        }
+    }
+
+    fn drive_writers(&self) {
+        // Their last owners may be gone meanwhile, and their ends are not for this lock.
+        let writers: Vec<_> = lock(&self.tables).writers.values().filter_map(Weak::upgrade).collect();
+        writers.iter().for_each(|writer| writer.drive());
+    }
+
+    /// Takes in what has come to a listener, unless another thread is at it.
+    fn drive_entrance(&self, entrance: &Entrance) {
+        let Ok(mut door) = entrance.door.try_lock() else { return };
+        let proved = door.proved();
+        drop(door);
+        let me = entrance.member.identity.me;
+        for Proved { rank: from, stream: mut caller, received, session } in proved {
+            if !received.is_some_and(|greeting| greeting.is_trunk()) {
+                // Where the communicator has ended, the connection does, too.
+                drop(entrance.member.arrive(Arrival::Connection { from, caller }));
+                continue;
+            }
+            let Some(session) = session else { continue };
+            let number = lock(&self.tables).take_number();
+            let named = caller.name(StreamName::From(Rank(number))).map_err(LinkDown::from);
+            if let Err(down) = named.and_then(|()| caller.welcome()) {
+                log::debug!("rank {me}: a connection of rank {from} was dropped: {down}");
+                continue;
+            }
+            let manner = &entrance.member.manner;
+            let reader = Inbound::new(number, caller, session, manner, &self.members, &self.held);
+            let mut tables = lock(&self.tables);
+            tables.sweep();
+            tables.readers.insert(number, Arc::new(reader));
+        }
+    }
+
+    /// A lane to a rank of this process, on the connection that there is or on one that is opened for it.
+    fn open(
+        &self,
+        member: &Arc<Member>,
+        peer: Rank,
+        process: &str,
+        opening: Opening<'_>,
+    ) -> Result<LaneSendStream, LinkDown> {
+        let way = Way { process: process.to_owned(), manner: member.manner.clone() };
+        let known = lock(&self.tables).outbound.get(&way).and_then(Weak::upgrade);
+        if let Some(trunk) = known
+            && let Some(lane) = trunk.join(member, peer)
+        {
+            return Ok(LaneSendStream::new(trunk, lane));
+        }
+        let Opening { tls, targets, timeout } = opening;
+        let identity = member.identity.clone();
+        let connection = Connection::begin(identity, tls.cloned(), peer, targets, &self.poller, timeout, 1)?;
+        let connection = connection.with(Some(Greeting::TRUNK));
+        let trunk = {
+            let mut tables = lock(&self.tables);
+            let number = tables.take_number();
+            let trunk = Arc::new(Outbound::new(number, connection, &self.held));
+            tables.writers.retain(|_, writer| writer.strong_count() > 0);
+            tables.outbound.retain(|_, writer| writer.strong_count() > 0);
+            tables.writers.insert(number, Arc::downgrade(&trunk));
+            tables.outbound.insert(way, Arc::downgrade(&trunk));
+            trunk
+        };
+        match trunk.join(member, peer) {
+            Some(lane) => Ok(LaneSendStream::new(trunk, lane)),
+            // It has failed at once, and another attempt tells why.
+            None => Err(LinkDown::busy("a connection that was begun has failed")),
+        }
+    }
+}
+
+/// What a communicator has to do with shared connections.
+#[derive(Debug)]
+pub(super) struct Seat {
+    switchboard: Arc<Switchboard>,
+    entrance: Arc<Entrance>,
+    /// What it tells peers of its process and manner. Only that of one process may be the same, and says nothing to others.
+    process: String,
+    /// Wakes the communicator for whatever is ready.
+    _watched: Watched<Poller>,
+}
+
+impl Seat {
+    /// Has a communicator share the connections of this manner, and opens its listener. Its threads sleep on `poller`.
+    pub(super) fn take(
+        switchboard: Arc<Switchboard>,
+        identity: Identity,
+        manner: String,
+        tls: Option<Tls>,
+        poller: &Poller,
+        timeout: PeerTimeout,
+    ) -> io::Result<Seat> {
+        let door = Door::open(identity.clone(), tls, &switchboard.poller, 1, timeout, true)?;
+        // By a name that no stream has, as other names would have the communicator look for callers each time.
+        let name = StreamName::From(identity.me);
+        let watched = poller.watch_named(switchboard.poller.clone(), Interest::Read, name)?;
+        let process = format!("{}-{}", switchboard.process, lock(&switchboard.tables).place(&manner));
+        let member = Arc::new(Member::new(identity, manner, poller.clone()));
+        let entrance = Arc::new(Entrance { member: member.clone(), door: Mutex::new(door), origin: Origin::here() });
+        switchboard.members.add(&member);
+        lock(&switchboard.tables).entrances.push(Arc::downgrade(&entrance));
+        Ok(Seat { switchboard, entrance, process, _watched: watched })
+    }
+
+    /// What names this process, and the manner of this end, to its peers.
+    pub(super) fn process(&self) -> &str {
+        &self.process
+    }
+
+    /// Runs `f` with the listener.
+    pub(super) fn with_door<T>(&self, f: impl FnOnce(&Door) -> T) -> T {
+        f(&lock(&self.entrance.door))
+    }
+
+    /// A stream to a rank of this process.
+    pub(super) fn open(&self, peer: Rank, process: &str, opening: Opening<'_>) -> Result<LaneSendStream, LinkDown> {
+        self.switchboard.open(&self.entrance.member, peer, process, opening)
+    }
+
+    /// Goes on with what has come to this communicator's listener and with what is ready, and takes what has come for it.
+    pub(super) fn take_arrivals(&self) -> Vec<Arrival> {
+        self.switchboard.drive_entrance(&self.entrance);
+        self.switchboard.drive();
+        self.entrance.member.take_arrivals()
+    }
+
+    /// The bytes of a lane that has come.
+    pub(super) fn lane(&self, trunk: u32, lane: u32) -> Option<LaneSource> {
+        let reader = lock(&self.switchboard.tables).readers.get(&trunk).cloned()?;
+        Some(reader.begin_to_read(lane))
+    }
+
+    /// Whether bytes that streams have taken wait in this process.
+    pub(super) fn holds_bytes(&self) -> bool {
+        self.switchboard.held.is_any()
+    }
+
+    /// Goes on with whatever is ready, and appends this communicator's streams that have become so. True: others have come.
+    pub(super) fn look(&self, named: &mut Vec<StreamName>) -> bool {
+        self.switchboard.drive();
+        self.entrance.member.look(named)
+    }
+
+    /// Whether there is nothing to look at.
+    pub(super) fn is_idle(&self) -> bool {
+        self.entrance.member.is_idle()
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        // In a forked child, a thread may have had a lock that is not there.
+        if !self.entrance.origin.is_here() {
+            return;
+        }
+        let Seat { switchboard, entrance, .. } = &*self;
+        switchboard.members.remove(&entrance.member);
+        for arrival in entrance.member.close() {
+            if let Arrival::Lane { trunk, lane, .. } = arrival {
+                drop(self.lane(trunk, lane));
+            }
+        }
+        let mut tables = lock(&switchboard.tables);
+        tables.sweep();
+        tables.entrances.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(entrance)));
+    }
+}
