@@ -133,10 +133,10 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/transport/tcp/",
         &[
             &["failures", "greeting", "lanes", "paths", "rails", "tender"],
-            &["channel", "connect", "door", "member"],
-            &["conduit", "rail_recv", "reopening"],
+            &["channel", "connect", "listener", "member"],
+            &["trunk_end", "rail_recv", "reopening"],
             &["inbound", "outbound", "rail_send"],
-            &["switchboard"],
+            &["trunks"],
             &["tests"],
         ],
     ),

@@ -8,13 +8,13 @@ use crate::sys::fork::Origin;
 use crate::sys::poller::{StreamName, Watched};
 use crate::transport::auth::{Membership, PROOF_BYTES, Secret};
 use crate::transport::tcp::channel::Source;
-use crate::transport::tcp::conduit::{Conduit, Wire};
 use crate::transport::tcp::connect::Held;
 use crate::transport::tcp::greeting::Caller;
 use crate::transport::tcp::lanes::piece::{Kind, PieceHeader};
 use crate::transport::tcp::lanes::reader::Part;
 use crate::transport::tcp::lanes::window::RecvWindow;
 use crate::transport::tcp::member::{Arrival, Member, Members};
+use crate::transport::tcp::trunk_end::{TrunkEnd, Wire};
 use crate::types::Rank;
 
 /// A connection that another process has opened.
@@ -39,7 +39,7 @@ struct Terms {
 
 #[derive(Debug)]
 struct State {
-    conduit: Conduit,
+    trunk_end: TrunkEnd,
     lanes: FxHashMap<u32, Lane>,
     /// How many lanes were taken in that their communicators have not begun to read.
     unread: usize,
@@ -83,8 +83,8 @@ impl Inbound {
         held: &Held,
     ) -> Inbound {
         let terms = Terms { number, session, manner: manner.to_owned(), members: members.clone() };
-        let conduit = Conduit::new(Wire::Accepted(caller), held);
-        let state = State { conduit, lanes: FxHashMap::default(), unread: 0, is_told: false };
+        let trunk_end = TrunkEnd::new(Wire::Accepted(caller), held);
+        let state = State { trunk_end, lanes: FxHashMap::default(), unread: 0, is_told: false };
         Inbound { terms, origin: Origin::here(), state: Mutex::new(state) }
     }
 
@@ -96,7 +96,7 @@ impl Inbound {
     /// Whether the connection is down, and all of its lanes are with those who read them.
     pub(super) fn is_over(&self) -> bool {
         let state = lock(&self.state);
-        state.conduit.down().is_some() && state.unread == 0
+        state.trunk_end.down().is_some() && state.unread == 0
     }
 
     /// The bytes of a lane that was taken in.
@@ -117,7 +117,7 @@ impl Inbound {
         if let Some(credit) = credit.filter(|_| !has_ended) {
             state.push((PieceHeader { lane: number, kind: Kind::Credit, len: 4 }, credit.to_le_bytes().to_vec()));
         }
-        match state.conduit.down() {
+        match state.trunk_end.down() {
             _ if count > 0 || into.is_empty() => Ok(count),
             _ if has_ended => Err(LinkDown::new("it closed the connection")),
             Some(down) => Err(down.clone()),
@@ -129,7 +129,7 @@ impl Inbound {
     fn arm(&self, number: u32) -> bool {
         let state = &mut *lock(&self.state);
         state.progress(&self.terms);
-        let is_due = state.conduit.down().is_some() || state.conduit.has_more();
+        let is_due = state.trunk_end.down().is_some() || state.trunk_end.has_more();
         let Some(lane) = state.reading(number) else { return true };
         let is_ready = is_due || lane.has_ended || !lane.window.is_empty();
         lane.is_armed = !is_ready;
@@ -163,10 +163,10 @@ impl State {
 
     /// Writes what waits, reads what has come, and tells those whom it concerns.
     fn progress(&mut self, terms: &Terms) {
-        let State { conduit, lanes, .. } = self;
-        conduit.flush();
+        let State { trunk_end, lanes, .. } = self;
+        trunk_end.flush();
         let mut answers = Vec::new();
-        conduit.receive(|number, part| take(terms, lanes, &mut answers, number, part));
+        trunk_end.receive(|number, part| take(terms, lanes, &mut answers, number, part));
         let is_taken = |answer: &&Answer| answer.0.kind == Kind::Accepted;
         self.unread += answers.iter().filter(is_taken).count();
         answers.into_iter().for_each(|answer| self.push(answer));
@@ -175,13 +175,13 @@ impl State {
 
     /// Sends an answer.
     fn push(&mut self, (header, body): Answer) {
-        self.conduit.push(header, &body);
+        self.trunk_end.push(header, &body);
         self.tell();
     }
 
     /// Tells of the connection's end.
     fn tell(&mut self) {
-        if let Some(down) = self.conduit.down()
+        if let Some(down) = self.trunk_end.down()
             && !std::mem::replace(&mut self.is_told, true)
         {
             log::debug!("a connection that communicators share has ended: {down}");

@@ -27,11 +27,11 @@ pub(super) struct Member {
     /// How its connections are made and protected: only those of one manner are shared.
     pub(super) manner: String,
     poller: Poller,
-    mail: Mutex<Mail>,
+    waiting: Mutex<Waiting>,
 }
 
 #[derive(Debug, Default)]
-struct Mail {
+struct Waiting {
     ready: Vec<StreamName>,
     arrivals: Vec<Arrival>,
     is_closed: bool,
@@ -40,15 +40,15 @@ struct Mail {
 impl Member {
     /// A communicator whose threads sleep on `poller`.
     pub(super) fn new(identity: Identity, manner: String, poller: Poller) -> Member {
-        Member { identity, manner, poller, mail: Mutex::default() }
+        Member { identity, manner, poller, waiting: Mutex::default() }
     }
 
     /// Names a stream that has become ready.
     pub(super) fn name(&self, name: StreamName) {
-        let mut mail = lock(&self.mail);
-        let is_first = mail.ready.is_empty();
-        if !mail.ready.contains(&name) {
-            mail.ready.push(name);
+        let mut waiting = lock(&self.waiting);
+        let is_first = waiting.ready.is_empty();
+        if !waiting.ready.contains(&name) {
+            waiting.ready.push(name);
         }
         if is_first {
             // Whoever sleeps does so for streams that nothing else names.
@@ -58,38 +58,38 @@ impl Member {
 
     /// Takes in a stream that a peer has opened; gives it back if the communicator has ended.
     pub(super) fn arrive(&self, arrival: Arrival) -> Result<(), Arrival> {
-        let mut mail = lock(&self.mail);
-        if mail.is_closed {
+        let mut waiting = lock(&self.waiting);
+        if waiting.is_closed {
             return Err(arrival);
         }
-        mail.arrivals.push(arrival);
+        waiting.arrivals.push(arrival);
         self.poller.wake();
         Ok(())
     }
 
     /// Appends the streams that have become ready. True: others have come.
     pub(super) fn look(&self, named: &mut Vec<StreamName>) -> bool {
-        let mut mail = lock(&self.mail);
-        named.append(&mut mail.ready);
-        !mail.arrivals.is_empty()
+        let mut waiting = lock(&self.waiting);
+        named.append(&mut waiting.ready);
+        !waiting.arrivals.is_empty()
     }
 
     /// Whether there is nothing to look at.
     pub(super) fn is_idle(&self) -> bool {
-        let mail = lock(&self.mail);
-        mail.ready.is_empty() && mail.arrivals.is_empty()
+        let waiting = lock(&self.waiting);
+        waiting.ready.is_empty() && waiting.arrivals.is_empty()
     }
 
     /// The streams that have come.
     pub(super) fn take_arrivals(&self) -> Vec<Arrival> {
-        std::mem::take(&mut lock(&self.mail).arrivals)
+        std::mem::take(&mut lock(&self.waiting).arrivals)
     }
 
     /// Nothing may come any more. Returns what has come and was not taken.
     pub(super) fn close(&self) -> Vec<Arrival> {
-        let mut mail = lock(&self.mail);
-        mail.is_closed = true;
-        std::mem::take(&mut mail.arrivals)
+        let mut waiting = lock(&self.waiting);
+        waiting.is_closed = true;
+        std::mem::take(&mut waiting.arrivals)
     }
 }
 

@@ -2,13 +2,12 @@
 //! `shared_streams`, the communicators of two processes share one connection each way, of which their streams are lanes.
 
 mod channel;
-mod conduit;
 pub(super) mod connect;
-mod door;
 mod failures;
 mod greeting;
 mod inbound;
 mod lanes;
+mod listener;
 mod member;
 mod outbound;
 pub(super) mod paths;
@@ -16,8 +15,9 @@ mod rail_recv;
 mod rail_send;
 mod rails;
 mod reopening;
-mod switchboard;
 mod tender;
+mod trunk_end;
+mod trunks;
 
 use std::collections::VecDeque;
 use std::io;
@@ -36,15 +36,15 @@ use crate::transport::auth::Identity;
 use crate::transport::pending::Proved;
 use crate::transport::tcp::channel::TcpRecvStream;
 use crate::transport::tcp::connect::Held;
-use crate::transport::tcp::door::Door;
 use crate::transport::tcp::greeting::{Caller, Greeting};
+use crate::transport::tcp::listener::Listener;
 use crate::transport::tcp::member::Arrival;
 use crate::transport::tcp::paths::{Target, paths};
 use crate::transport::tcp::rail_recv::{Joining, Rails};
 use crate::transport::tcp::rail_send::{RailSendStream, SendRails};
 use crate::transport::tcp::reopening::Opener;
-use crate::transport::tcp::switchboard::{Opening, Seat, Switchboard};
 use crate::transport::tcp::tender::Tender;
+use crate::transport::tcp::trunks::{Opening, Sharer, Trunks};
 use crate::transport::tls::Tls;
 use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
 use crate::types::Rank;
@@ -125,9 +125,9 @@ impl Address {
 #[derive(Debug)]
 enum Entry {
     /// To itself alone.
-    Own(Door),
+    Own(Listener),
     /// It shares connections with other communicators.
-    Shared(Seat),
+    Shared(Sharer),
 }
 
 /// The transport of one communicator.
@@ -161,18 +161,19 @@ impl TcpTransport {
         manner: Option<String>,
     ) -> io::Result<Self> {
         let has_rails = streams != TcpStreams::ONE;
-        let (entry, port) = match manner.filter(|_| !has_rails) {
+        let entry = match manner.filter(|_| !has_rails) {
+            Some(manner) => shared_entry(&identity, manner, &tls, &poller, timeout)?,
+            None => None,
+        };
+        let entry = match entry {
+            Some(entry) => entry,
             None => {
-                let door = Door::open(identity.clone(), tls.clone(), &poller, streams.get(), timeout, has_rails)?;
-                let port = door.port();
-                (Entry::Own(door), port)
+                Entry::Own(Listener::open(identity.clone(), tls.clone(), &poller, streams.get(), timeout, has_rails)?)
             }
-            Some(manner) => {
-                let seat =
-                    Seat::take(Switchboard::of_process()?, identity.clone(), manner, tls.clone(), &poller, timeout)?;
-                let port = seat.with_door(Door::port);
-                (Entry::Shared(seat), port)
-            }
+        };
+        let port = match &entry {
+            Entry::Own(listener) => listener.port(),
+            Entry::Shared(sharer) => sharer.with_listener(Listener::port),
         };
         let (bundles, held, tender) = (Vec::new(), Held::default(), None);
         Ok(TcpTransport { identity, tls, poller, advertise, streams, port, timeout, entry, bundles, held, tender })
@@ -217,10 +218,30 @@ impl TcpTransport {
     }
 }
 
+/// Where the connections of a communicator that shares come in; none if no further one may share.
+fn shared_entry(
+    identity: &Identity,
+    manner: String,
+    tls: &Option<Tls>,
+    poller: &Poller,
+    timeout: PeerTimeout,
+) -> io::Result<Option<Entry>> {
+    match Sharer::take(Trunks::of_process()?, identity.clone(), manner, tls.clone(), poller, timeout) {
+        Ok(sharer) => Ok(Some(Entry::Shared(sharer))),
+        // Linux lets 500 pollers watch one.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            let me = identity.me;
+            log::warn!("rank {me}: hundreds of communicators of this process share TCP connections, and no more may");
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// The stream that has come for a communicator which shares; none if its connection has ended.
-fn accepted(seat: &Seat, poller: &Poller, me: Rank, arrival: Arrival) -> Option<Accepted> {
+fn accepted(sharer: &Sharer, poller: &Poller, me: Rank, arrival: Arrival) -> Option<Accepted> {
     match arrival {
-        Arrival::Lane { from, trunk, lane } => Some((from, Box::new(TcpRecvStream::new(seat.lane(trunk, lane)?)))),
+        Arrival::Lane { from, trunk, lane } => Some((from, Box::new(TcpRecvStream::new(sharer.lane(trunk, lane)?)))),
         Arrival::Connection { from, mut caller } => {
             match caller.move_to(poller, Interest::Read, StreamName::From(from)) {
                 Ok(()) => Some((from, Box::new(TcpRecvStream::new(caller)))),
@@ -242,17 +263,17 @@ impl Transport for TcpTransport {
         let hosts = self.advertise.iter().map(|interface| interface.address).collect();
         let process = match &self.entry {
             Entry::Own(_) => None,
-            Entry::Shared(seat) => Some(seat.process().to_owned()),
+            Entry::Shared(sharer) => Some(sharer.process().to_owned()),
         };
         Address { process, ..Address::new(hosts, self.port, self.streams) }.encode()
     }
 
     fn open(&mut self, peer: Rank, address: &[u8], _: Detour) -> Result<Box<dyn SendStream>, LinkDown> {
         let Address { hosts, port, streams, process } = Address::parse(address)?;
-        if let (Entry::Shared(seat), Some(process)) = (&self.entry, &process) {
+        if let (Entry::Shared(sharer), Some(process)) = (&self.entry, &process) {
             let (tls, timeout) = (self.tls.as_ref(), self.timeout);
             let opening = Opening { tls, targets: Address::targets(address)?, timeout };
-            return Ok(Box::new(seat.open(peer, process, opening)?));
+            return Ok(Box::new(sharer.open(peer, process, opening)?));
         }
         let rails = self.streams.get().min(streams).max(1);
         let opener = Opener {
@@ -277,11 +298,11 @@ impl Transport for TcpTransport {
 
     fn accept(&mut self) -> Vec<Accepted> {
         let proved = match &mut self.entry {
-            Entry::Own(door) => door.proved(),
-            Entry::Shared(seat) => {
+            Entry::Own(listener) => listener.proved(),
+            Entry::Shared(sharer) => {
                 let (poller, me) = (&self.poller, self.identity.me);
-                let arrivals = seat.take_arrivals().into_iter();
-                return arrivals.filter_map(|arrival| accepted(seat, poller, me, arrival)).collect();
+                let arrivals = sharer.take_arrivals().into_iter();
+                return arrivals.filter_map(|arrival| accepted(sharer, poller, me, arrival)).collect();
             }
         };
         let take_in = |Proved { rank, stream, received, .. }| self.take_in(rank, stream, received);
@@ -291,36 +312,36 @@ impl Transport for TcpTransport {
     fn holds_bytes(&self) -> bool {
         let shares = match &self.entry {
             Entry::Own(_) => false,
-            Entry::Shared(seat) => seat.holds_bytes(),
+            Entry::Shared(sharer) => sharer.holds_bytes(),
         };
         shares || self.held.is_any()
     }
 
     fn shortage(&self) -> Option<String> {
         match &self.entry {
-            Entry::Own(door) => door.shortage(),
-            Entry::Shared(seat) => seat.with_door(Door::shortage),
+            Entry::Own(listener) => listener.shortage(),
+            Entry::Shared(sharer) => sharer.with_listener(Listener::shortage),
         }
     }
 
     fn accepting_until(&self) -> Option<Instant> {
         match &self.entry {
-            Entry::Own(door) => door.due(),
-            Entry::Shared(seat) => seat.with_door(Door::due),
+            Entry::Own(listener) => listener.due(),
+            Entry::Shared(sharer) => sharer.with_listener(Listener::due),
         }
     }
 
     fn look(&mut self, named: &mut Vec<StreamName>) -> bool {
         match &self.entry {
             Entry::Own(_) => false,
-            Entry::Shared(seat) => seat.look(named),
+            Entry::Shared(sharer) => sharer.look(named),
         }
     }
 
     fn arm(&mut self) -> bool {
         match &self.entry {
             Entry::Own(_) => false,
-            Entry::Shared(seat) => !seat.is_idle(),
+            Entry::Shared(sharer) => !sharer.is_idle(),
         }
     }
 }

@@ -4,18 +4,18 @@ use std::io::IoSlice;
 
 use rustc_hash::FxHashMap;
 
-use crate::error::LinkDown;
+use crate::error::{Down, LinkDown};
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::fork::Origin;
 use crate::sys::poller::StreamName;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::auth::{Membership, Secret};
-use crate::transport::tcp::conduit::{Conduit, Wire};
 use crate::transport::tcp::connect::{Connection, Held};
 use crate::transport::tcp::lanes::piece::{Kind, PIECE_BYTES_MAX, PieceHeader, encode_open};
 use crate::transport::tcp::lanes::reader::Part;
 use crate::transport::tcp::lanes::window::{SendWindow, WINDOW_BYTES};
 use crate::transport::tcp::member::Member;
+use crate::transport::tcp::trunk_end::{TrunkEnd, Wire};
 use crate::transport::{LaneStats, SendStream};
 use crate::types::Rank;
 
@@ -45,7 +45,7 @@ struct State {
 enum Stage {
     Opening(Box<Connection>),
     Open {
-        conduit: Box<Conduit>,
+        trunk_end: Box<TrunkEnd>,
         session: Secret,
     },
     /// It could not be opened.
@@ -72,6 +72,7 @@ struct Lane {
     down: Option<LinkDown>,
     /// Up to where its last piece goes among the connection's bytes, if they are counted.
     sent: Option<u64>,
+    has_sent: bool,
     /// Its communicator is to be told once there is room.
     is_armed: bool,
 }
@@ -82,11 +83,11 @@ impl Lane {
     }
 
     /// Asks the peer to take it.
-    fn ask(&mut self, number: u32, conduit: &mut Conduit, session: &Secret) {
+    fn ask(&mut self, number: u32, trunk_end: &mut TrunkEnd, session: &Secret) {
         let identity = &self.member.identity;
         let membership = Membership { comm: identity.comm, from: identity.me, to: self.peer };
         let open = encode_open(&membership, &membership.prove(&identity.secret, session));
-        conduit.push(PieceHeader { lane: number, kind: Kind::Open, len: open.len() }, &open);
+        trunk_end.push(PieceHeader { lane: number, kind: Kind::Open, len: open.len() }, &open);
         self.progress = Progress::Asked;
     }
 }
@@ -103,8 +104,8 @@ impl Outbound {
     /// Ends the connection without a word about its lanes.
     #[cfg(test)]
     pub(super) fn cut(&self) {
-        if let Stage::Open { conduit, .. } = &mut lock(&self.state).stage {
-            conduit.fail(LinkDown::new("it was cut"));
+        if let Stage::Open { trunk_end, .. } = &mut lock(&self.state).stage {
+            trunk_end.fail(LinkDown::new("it was cut"));
         }
     }
 
@@ -121,14 +122,20 @@ impl Outbound {
         let number = state.next.filter(|_| state.down().is_none())?;
         state.next = number.checked_add(1);
         let (member, window) = (member.clone(), SendWindow::new());
-        let mut lane =
-            Lane { member, peer, progress: Progress::Waiting, window, down: None, sent: None, is_armed: false };
-        if let Stage::Open { conduit, session } = &mut state.stage {
-            lane.ask(number, conduit, session);
+        let (progress, down, sent) = (Progress::Waiting, None, None);
+        let mut lane = Lane { member, peer, progress, window, down, sent, has_sent: false, is_armed: false };
+        if let Stage::Open { trunk_end, session } = &mut state.stage {
+            lane.ask(number, trunk_end, session);
         }
         state.lanes.insert(number, lane);
         state.tell();
         Some(number)
+    }
+
+    /// Whether it is of use for another lane.
+    pub(super) fn takes_lanes(&self) -> bool {
+        let state = lock(&self.state);
+        state.next.is_some() && state.down().is_none()
     }
 
     /// Goes on with whatever is under way.
@@ -141,7 +148,12 @@ impl Outbound {
             match self.open(connection) {
                 Ok(None) => return,
                 Ok(Some(session)) => state.opened(session, &self.held),
-                Err(down) => state.stage = Stage::Failed(down),
+                // No lane has sent anything, so that another connection may be opened: the peer may have closed this one with the
+                // communicator whose listener it came to.
+                Err(down) => {
+                    let is_closed = down.kind == Down::HungUp;
+                    state.stage = Stage::Failed(if is_closed { LinkDown::refused(down.cause) } else { down });
+                }
             }
         }
         state.progress();
@@ -162,21 +174,22 @@ impl Outbound {
         state.check(number)?;
         let len = head.len() + body.iter().map(|slice| slice.len()).sum::<usize>();
         let needs_more = |lane: &Lane| lane.progress != Progress::Open || lane.window.room() < WINDOW_BYTES / 2;
-        let has_room = |state: &State| state.conduit().is_some_and(Conduit::has_room);
+        let has_room = |state: &State| state.trunk_end().is_some_and(TrunkEnd::has_room);
         if len == 0 || state.lanes.get(&number).is_none_or(needs_more) || !has_room(state) {
             self.drive_all(state);
             state.check(number)?;
         }
-        let State { stage: Stage::Open { conduit, .. }, lanes, .. } = state else { return Ok(0) };
+        let State { stage: Stage::Open { trunk_end, .. }, lanes, .. } = state else { return Ok(0) };
         let Some(lane) = lanes.get_mut(&number).filter(|lane| lane.progress == Progress::Open) else { return Ok(0) };
         let count = len.min(lane.window.room()).min(PIECE_BYTES_MAX);
-        if count == 0 || !conduit.has_room() {
+        if count == 0 || !trunk_end.has_room() {
             return Ok(0);
         }
-        conduit.send(PieceHeader { lane: number, kind: Kind::Data, len: count }, head, body);
+        trunk_end.send(PieceHeader { lane: number, kind: Kind::Data, len: count }, head, body);
         lane.window.sent(count);
-        lane.sent = conduit.sent();
-        let down = conduit.down().cloned();
+        lane.sent = trunk_end.sent();
+        lane.has_sent = true;
+        let down = trunk_end.down().cloned();
         state.tell();
         down.map_or(Ok(count), Err)
     }
@@ -185,7 +198,7 @@ impl Outbound {
     fn arm(&self, number: u32) -> bool {
         let state = &mut *lock(&self.state);
         self.drive_all(state);
-        let has_room = state.conduit().is_some_and(Conduit::has_room);
+        let has_room = state.trunk_end().is_some_and(TrunkEnd::has_room);
         let is_down = state.check(number).is_err();
         let Some(lane) = state.lanes.get_mut(&number) else { return true };
         let is_ready = is_down || (lane.progress == Progress::Open && has_room && lane.window.room() > 0);
@@ -210,12 +223,13 @@ impl Outbound {
         let state = &mut *lock(&self.state);
         self.drive_all(state);
         state.check(number)?;
-        let sent = state.lanes.get(&number).and_then(|lane| lane.sent);
-        state.conduit().map_or(Ok(true), |conduit| conduit.is_delivered(sent))
+        let Some(Lane { sent, has_sent: true, .. }) = state.lanes.get(&number) else { return Ok(true) };
+        let sent = *sent;
+        state.trunk_end().map_or(Ok(true), |trunk_end| trunk_end.is_delivered(sent))
     }
 
     fn tcp_stats(&self) -> Option<TcpStats> {
-        lock(&self.state).conduit()?.tcp_stats()
+        lock(&self.state).trunk_end()?.tcp_stats()
     }
 
     fn lane_stats(&self, number: u32) -> LaneStats {
@@ -226,10 +240,10 @@ impl Outbound {
     fn leave(&self, number: u32) {
         let state = &mut *lock(&self.state);
         let lane = state.lanes.remove(&number);
-        if let Stage::Open { conduit, .. } = &mut state.stage
+        if let Stage::Open { trunk_end, .. } = &mut state.stage
             && lane.is_some_and(|lane| lane.progress != Progress::Waiting)
         {
-            conduit.push(PieceHeader { lane: number, kind: Kind::End, len: 0 }, &[]);
+            trunk_end.push(PieceHeader { lane: number, kind: Kind::End, len: 0 }, &[]);
         }
         state.tell();
     }
@@ -241,17 +255,17 @@ impl Drop for Outbound {
         if self.origin.is_here() {
             let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
             let failed = Stage::Failed(LinkDown::new("it was closed"));
-            if let Stage::Open { conduit, .. } = std::mem::replace(&mut state.stage, failed) {
-                conduit.close_when_delivered();
+            if let Stage::Open { trunk_end, .. } = std::mem::replace(&mut state.stage, failed) {
+                trunk_end.close_when_delivered();
             }
         }
     }
 }
 
 impl State {
-    fn conduit(&self) -> Option<&Conduit> {
+    fn trunk_end(&self) -> Option<&TrunkEnd> {
         match &self.stage {
-            Stage::Open { conduit, .. } => Some(conduit),
+            Stage::Open { trunk_end, .. } => Some(trunk_end),
             Stage::Opening(_) | Stage::Failed(_) => None,
         }
     }
@@ -260,7 +274,7 @@ impl State {
     fn down(&self) -> Option<&LinkDown> {
         match &self.stage {
             Stage::Opening(_) => None,
-            Stage::Open { conduit, .. } => conduit.down(),
+            Stage::Open { trunk_end, .. } => trunk_end.down(),
             Stage::Failed(down) => Some(down),
         }
     }
@@ -269,11 +283,11 @@ impl State {
     fn opened(&mut self, session: Secret, held: &Held) {
         let closed = Stage::Failed(LinkDown::new("it was closed"));
         if let Stage::Opening(connection) = std::mem::replace(&mut self.stage, closed) {
-            let mut conduit = Box::new(Conduit::new(Wire::Opened(connection), held));
+            let mut trunk_end = Box::new(TrunkEnd::new(Wire::Opened(connection), held));
             for (number, lane) in &mut self.lanes {
-                lane.ask(*number, &mut conduit, &session);
+                lane.ask(*number, &mut trunk_end, &session);
             }
-            self.stage = Stage::Open { conduit, session };
+            self.stage = Stage::Open { trunk_end, session };
         }
     }
 
@@ -295,9 +309,9 @@ impl State {
 
     /// Writes what waits, reads what has come, and tells those whom it concerns.
     fn progress(&mut self) {
-        if let State { stage: Stage::Open { conduit, .. }, lanes, next, .. } = self {
-            conduit.flush();
-            conduit.receive(|number, part| take(lanes, *next, number, part));
+        if let State { stage: Stage::Open { trunk_end, .. }, lanes, next, .. } = self {
+            trunk_end.flush();
+            trunk_end.receive(|number, part| take(lanes, *next, number, part));
         }
         self.tell();
     }
@@ -308,7 +322,7 @@ impl State {
             if !std::mem::replace(&mut self.is_told, true) {
                 self.lanes.values().for_each(Lane::name);
             }
-        } else if self.is_blocked && self.conduit().is_some_and(Conduit::has_room) {
+        } else if self.is_blocked && self.trunk_end().is_some_and(TrunkEnd::has_room) {
             self.is_blocked = false;
             for lane in self.lanes.values_mut() {
                 if lane.window.room() > 0 && std::mem::take(&mut lane.is_armed) {

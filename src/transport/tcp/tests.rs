@@ -32,7 +32,7 @@ impl TcpTransport {
     /// The connections that have come and proved themselves.
     fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
         match &mut self.entry {
-            Entry::Own(door) => door.proved(),
+            Entry::Own(listener) => listener.proved(),
             Entry::Shared(_) => panic!("it shares connections"),
         }
     }

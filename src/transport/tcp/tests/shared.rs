@@ -6,9 +6,10 @@ use crate::sync::Arc;
 use crate::sys::fork::testing::holds_in_a_child;
 use crate::transport::Accepted;
 use crate::transport::auth::{Membership, PROOF_BYTES};
+use crate::transport::handshake::Accepting;
 use crate::transport::tcp::lanes::piece::{Kind, PIECE_BYTES_MAX, PieceHeader, encode_open};
 use crate::transport::tcp::lanes::window::WINDOW_BYTES;
-use crate::transport::tcp::switchboard::{Seat, Switchboard};
+use crate::transport::tcp::trunks::{Sharer, Trunks};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -19,13 +20,13 @@ fn identity(comm: u8, me: u32) -> Identity {
 /// What one of two processes has.
 struct Process {
     me: u32,
-    switchboard: Arc<Switchboard>,
+    trunks: Arc<Trunks>,
     tls: &'static str,
 }
 
 impl Process {
     fn pair(tls: &'static str) -> [Process; 2] {
-        [0, 1].map(|me| Process { me, switchboard: Switchboard::new().unwrap(), tls })
+        [0, 1].map(|me| Process { me, trunks: Trunks::new().unwrap(), tls })
     }
 
     /// Its transport of a communicator, which shares connections of this manner.
@@ -33,12 +34,12 @@ impl Process {
         let identity = identity(comm, self.me);
         let plain = transport(self.me, &config("off", "1"));
         let tls = Tls::new(&config(self.tls, "1"), &Secret::new([9; 32])).unwrap();
-        let switchboard = self.switchboard.clone();
-        let seat =
-            Seat::take(switchboard, identity.clone(), manner.to_owned(), tls.clone(), &plain.poller, plain.timeout);
-        let (seat, poller) = (seat.unwrap(), plain.poller.clone());
-        let port = seat.with_door(|door| door.port());
-        TcpTransport { identity, tls, poller, port, entry: Entry::Shared(seat), ..plain }
+        let trunks = self.trunks.clone();
+        let sharer =
+            Sharer::take(trunks, identity.clone(), manner.to_owned(), tls.clone(), &plain.poller, plain.timeout);
+        let (sharer, poller) = (sharer.unwrap(), plain.poller.clone());
+        let port = sharer.with_listener(|listener| listener.port());
+        TcpTransport { identity, tls, poller, port, entry: Entry::Shared(sharer), ..plain }
     }
 }
 
@@ -129,7 +130,7 @@ fn communicators_share_one_connection_each_way() {
                 (to, accepted)
             })
             .collect();
-        assert_eq!(lanes.processes.each_ref().map(|process| process.switchboard.counts()), [(1, 1); 2]);
+        assert_eq!(lanes.processes.each_ref().map(|process| process.trunks.counts()), [(1, 1); 2]);
         for lane in 0..4 {
             let payload = pattern(lane, 3 << 20);
             assert!(lanes.send(lane, &payload) == payload, "lane {lane}");
@@ -359,12 +360,12 @@ fn numbers_of_lanes_are_given_once_and_then_another_connection_is_opened() {
     };
     let (first, lane, _kept) = open(1);
     assert_eq!(lane, 0);
-    near.switchboard.writer(first).unwrap().skip_to(u32::MAX);
+    near.trunks.writer(first).unwrap().skip_to(u32::MAX);
     let (last, lane, _also) = open(2);
     assert_eq!((last, lane), (first, u32::MAX));
     let (other, lane, _third) = open(3);
     assert!(other != first && lane == 0);
-    assert_eq!(near.switchboard.counts().0, 2);
+    assert_eq!(near.trunks.counts().0, 2);
 }
 
 #[test]
@@ -372,7 +373,7 @@ fn the_last_lane_takes_the_connection_with_it_and_loses_no_byte() {
     let mut lanes = lanes("off", 2);
     let sent = [lanes.fill(0), lanes.fill(1)];
     lanes.to.clear();
-    assert_eq!(lanes.processes[0].switchboard.counts().0, 0);
+    assert_eq!(lanes.processes[0].trunks.counts().0, 0);
     for (lane, sent) in sent.into_iter().enumerate() {
         // Slowly, so that credit comes back to a connection that is over.
         std::thread::sleep(Duration::from_millis(20));
@@ -381,11 +382,97 @@ fn the_last_lane_takes_the_connection_with_it_and_loses_no_byte() {
     }
     until(|| {
         lanes.far[0].look(&mut Vec::new());
-        lanes.processes[1].switchboard.counts().1 == 0
+        lanes.processes[1].trunks.counts().1 == 0
     });
     // The next one opens another.
     let [near, far] = [lanes.processes[0].transport(9, "one"), lanes.processes[1].transport(9, "one")];
     assert!(shares(&mut { near }, &mut { far }));
+}
+
+#[test]
+fn credit_that_can_no_longer_be_told_loses_nothing_that_was_sent() {
+    for tls in ["off", "on"] {
+        let mut lanes = lanes(tls, 2);
+        // What is of the first lane goes to its window, what is of the second stays with the kernel.
+        let sent = lanes.fill(0);
+        until(|| {
+            lanes.far[0].look(&mut Vec::new());
+            lanes.to[0].flushed().unwrap()
+        });
+        assert_eq!(lanes.to[1].write(&[1; 60_000], &[]), Ok(60_000));
+        until(|| lanes.to[1].flushed().unwrap());
+        lanes.to.clear();
+        // Until the connection is closed, so that to tell that the first lane's bytes are taken is refused.
+        std::thread::sleep(Duration::from_millis(300));
+        for (lane, sent) in [(0, sent), (1, 60_000)] {
+            let (received, down) = lanes.drain(lane);
+            assert_eq!((received, down.cause.as_str()), (sent, "it closed the connection"), "TLS {tls}, lane {lane}");
+        }
+    }
+}
+
+#[test]
+fn a_connection_of_its_own_keeps_no_other_communicator_awake() {
+    let [_, far] = Process::pair("off");
+    let (mut one, mut other) = (far.transport(5, "one"), far.transport(6, "one"));
+    let mut plain = transport(0, &config("off", "1"));
+    plain.identity = identity(5, 2);
+    let mut to = plain.open(Rank(1), &one.address(), Detour::Impossible).unwrap();
+    // The other communicator takes it in for the one that it is of, which does nothing.
+    until(|| {
+        other.look(&mut Vec::new());
+        to.write(&[], &[]).unwrap();
+        to.is_open()
+    });
+    assert_eq!(to.write(b"hello", &[]), Ok(5));
+    // A thread that is not woken sleeps for as long as it may, again and again.
+    let mut slept = 0;
+    until(|| {
+        other.look(&mut Vec::new());
+        let begun = Instant::now();
+        other.poller.wait(Some(Duration::from_millis(20))).unwrap();
+        slept = if begun.elapsed() >= Duration::from_millis(20) { slept + 1 } else { 0 };
+        slept == 10
+    });
+    let (from, mut stream) = one.accept().pop().unwrap();
+    until(|| stream.peek().unwrap() == b"hello");
+    assert_eq!(from, Rank(2));
+}
+
+#[test]
+fn a_listener_that_ends_while_a_connection_is_opened_is_refused_to_lanes() {
+    let [near, far] = Process::pair("off");
+    let [mut a, mut b] = [1, 2].map(|comm| near.transport(comm, "one"));
+    let [passing, mut staying] = [1, 2].map(|comm| far.transport(comm, "one"));
+    let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    // One that takes the connection, and hangs up before it has said that it is shared.
+    let mut address = Address::parse(&passing.address()).unwrap();
+    address.port = listener.local_addr().unwrap().port();
+    let mut lanes = [(&mut a, address.encode()), (&mut b, staying.address())]
+        .map(|(transport, address)| transport.open(Rank(1), &address, Detour::Impossible).unwrap());
+    let mut acceptor = Accepting::new(identity(1, 1));
+    let (mut caller, _) = listener.accept().unwrap();
+    caller.set_nonblocking(true).unwrap();
+    let mut greeting = Vec::new();
+    until(|| {
+        let _ = lanes[0].write(&[], &[]).unwrap();
+        let has_proved = acceptor.drive(&mut caller).unwrap().is_some();
+        let mut part = [0; 100];
+        if has_proved && let Ok(count) = std::io::Read::read(&mut caller, &mut part) {
+            greeting.extend_from_slice(&part[..count]);
+        }
+        !greeting.is_empty()
+    });
+    drop(caller);
+    for lane in &mut lanes {
+        let mut down = None;
+        until(|| {
+            down = lane.write(&[], &[]).err();
+            down.is_some()
+        });
+        assert_eq!(down.map(|down| down.kind), Some(Down::Refused), "another connection may be opened");
+    }
+    assert!(shares(&mut b, &mut staying));
 }
 
 #[test]
@@ -409,7 +496,7 @@ fn a_lane_that_nobody_has_begun_to_read_outlives_its_connection() {
     assert_eq!(from.peek(), Ok(&b"last words"[..]));
     from.consume(10);
     assert_eq!(from.peek().unwrap_err().cause, "it closed the connection");
-    assert_eq!(far.switchboard.counts().1, 0);
+    assert_eq!(far.trunks.counts().1, 0);
 }
 
 #[test]
@@ -442,7 +529,7 @@ fn a_process_that_is_gone_is_gone_for_every_lane() {
     let Lanes { processes: [near, far], near: transports, to, from, far: others } = &mut lanes;
     from.iter_mut().for_each(|from| until(|| !from.arm()));
     // As the system ends it: nothing is said of any lane.
-    near.switchboard.cut();
+    near.trunks.cut();
     for lane in 0..3 {
         let mut named = Vec::new();
         until(|| {
@@ -455,7 +542,7 @@ fn a_process_that_is_gone_is_gone_for_every_lane() {
         transports[lane].look(&mut named);
         assert!(named.contains(&StreamName::To(Rank(1))));
     }
-    assert_eq!(far.switchboard.counts().1, 0);
+    assert_eq!(far.trunks.counts().1, 0);
 }
 
 /// A connection to a communicator that shares, whose opener says what it likes, and what both ends have in common.
@@ -534,9 +621,9 @@ fn a_peer_that_says_what_it_must_not_is_hung_up_on_with_the_cause() {
     expect("the other side does not know the job's secret", &|hostile| hostile.open(1, 0, Some([0; PROOF_BYTES])));
     expect("it opened a stream as rank 3 of 3", &|hostile| hostile.open(1, 3, None));
     expect("it opened a stream as rank 1 of 3", &|hostile| hostile.open(1, 1, None));
-    let process = |hostile: &Hostile| hostile.process.switchboard.clone();
+    let process = |hostile: &Hostile| hostile.process.trunks.clone();
     expect("a connection that communicators with other settings share", &|hostile| {
-        let seat = Process { me: 1, switchboard: process(hostile), tls: "off" }.transport(2, "two");
+        let sharer = Process { me: 1, trunks: process(hostile), tls: "off" }.transport(2, "two");
         let membership = Membership { comm: [2; 16], from: Rank(0), to: Rank(1) };
         let proof = membership.prove(&Secret::new([2; 32]), &hostile.connection.session().unwrap());
         hostile.say(1, Kind::Open, &encode_open(&membership, &proof));
@@ -544,7 +631,7 @@ fn a_peer_that_says_what_it_must_not_is_hung_up_on_with_the_cause() {
             hostile.receiver.look(&mut Vec::new());
             hostile.accepted[0].1.peek().is_err()
         });
-        drop(seat);
+        drop(sharer);
     });
     expect("it said Credit(1) of lane 0", &|hostile| hostile.say(0, Kind::Credit, &1u32.to_le_bytes()));
     expect("it wrote to lane 1, which it has not opened or has ended", &|hostile| {
@@ -576,7 +663,7 @@ fn a_forked_child_leaves_its_parents_lanes_alone() {
         lanes.from.clear();
         lanes.near.clear();
         lanes.far.clear();
-        Switchboard::of_process().is_ok()
+        Trunks::of_process().is_ok()
     }));
     for lane in 0..2 {
         let payload = pattern(lane, 1 << 20);

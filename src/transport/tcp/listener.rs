@@ -14,16 +14,16 @@ use crate::transport::tls::{Stream, Tls};
 
 /// The listener of one communicator.
 #[derive(Debug)]
-pub(super) struct Door {
+pub(super) struct Listener {
     tls: Option<Tls>,
     timeout: PeerTimeout,
     port: u16,
-    listener: Watched<TcpListener>,
+    socket: Watched<TcpListener>,
     pending: Pending<Caller>,
     expects_greeting: bool,
 }
 
-impl Door {
+impl Listener {
     /// Listens on every address, and is watched by this poller. Streams have up to `streams` connections. What comes says what it is
     /// if it `expects_greeting`.
     pub(super) fn open(
@@ -33,12 +33,12 @@ impl Door {
         streams: usize,
         timeout: PeerTimeout,
         expects_greeting: bool,
-    ) -> io::Result<Door> {
-        let listener = net::listen_anywhere()?;
-        let port = listener.local_addr()?.port();
-        let listener = poller.watch(listener, Interest::Read)?;
+    ) -> io::Result<Listener> {
+        let socket = net::listen_anywhere()?;
+        let port = socket.local_addr()?.port();
+        let socket = poller.watch(socket, Interest::Read)?;
         let pending = Pending::new(identity, poller.clone()).with_streams(streams);
-        Ok(Door { tls, timeout, port, listener, pending, expects_greeting })
+        Ok(Listener { tls, timeout, port, socket, pending, expects_greeting })
     }
 
     pub(super) fn port(&self) -> u16 {
@@ -48,7 +48,7 @@ impl Door {
     /// The connections that have come and proved themselves.
     pub(super) fn proved(&mut self) -> Vec<Proved<Caller, Option<Greeting>>> {
         let tls = self.tls.as_ref();
-        self.pending.admit_tcp(&self.listener, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
+        self.pending.admit_tcp(&self.socket, self.timeout, |stream| Caller::new(Stream::accept(stream, tls)));
         let expects_greeting = self.expects_greeting;
         let mut proved = self.pending.drive(|candidate| {
             if candidate.rank.is_none() {
@@ -60,7 +60,7 @@ impl Door {
                 Some(_) => Ok(Some(None)),
             }
         });
-        self.pending.watch(&mut self.listener);
+        self.pending.watch(&mut self.socket);
         proved.iter_mut().for_each(|proved| proved.stream.session = proved.session);
         proved
     }

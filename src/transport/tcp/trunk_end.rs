@@ -101,10 +101,12 @@ impl Wire {
 
 /// One end of the connection.
 #[derive(Debug)]
-pub(super) struct Conduit {
+pub(super) struct TrunkEnd {
     /// None once it is down.
     wire: Option<Wire>,
     down: Option<LinkDown>,
+    /// Nothing can be written any more, and what the peer had sent is still to be read.
+    is_mute: bool,
     reader: Reader,
     buffer: Vec<u8>,
     /// The rest of a piece that the kernel has taken a part of, and messages about lanes; so many bytes of them are written.
@@ -119,16 +121,17 @@ pub(super) struct Conduit {
     holding: Holding,
 }
 
-impl Conduit {
-    pub(super) fn new(mut wire: Wire, held: &Held) -> Conduit {
+impl TrunkEnd {
+    pub(super) fn new(mut wire: Wire, held: &Held) -> TrunkEnd {
         // What was said before was answered, so it has been delivered.
         let delivered_before = tcp_info::tcp_stats(wire.socket()).map(|stats| stats.bytes);
         let counts = delivered_before.is_ok() && !wire.has_tls();
-        Conduit {
+        TrunkEnd {
             sent: counts.then_some(0),
             delivered_before: delivered_before.unwrap_or_default(),
             wire: Some(wire),
             down: None,
+            is_mute: false,
             reader: Reader::default(),
             buffer: vec![0; BUFFER_BYTES],
             waiting: Vec::new(),
@@ -162,9 +165,22 @@ impl Conduit {
         self.holding.set(false);
     }
 
+    /// A write has failed. At the end that reads, that is of the answers alone: what the peer sent before it closed is still there, and
+    /// reading it tells of the end.
+    fn write_failed(&mut self, down: LinkDown) {
+        let Some(Wire::Accepted(_)) = &self.wire else { return self.fail(down) };
+        self.is_mute = true;
+        self.waiting = Vec::new();
+        self.written = 0;
+        self.holding.set(false);
+        if let Some(wire) = &mut self.wire {
+            wire.watch(false);
+        }
+    }
+
     /// Sends a message about a lane, behind what waits.
     pub(super) fn push(&mut self, header: PieceHeader, body: &[u8]) {
-        if self.down.is_none() {
+        if self.down.is_none() && !self.is_mute {
             self.count(header);
             self.waiting.extend(header.encode());
             self.waiting.extend(body);
@@ -229,14 +245,14 @@ impl Conduit {
             match wire.write(&[IoSlice::new(&self.waiting[self.written..])]) {
                 Ok(0) => break,
                 Ok(count) => self.written += count,
-                Err(down) => return self.fail(down),
+                Err(down) => return self.write_failed(down),
             }
         }
         if self.written == self.waiting.len() {
             self.written = 0;
             self.waiting.clear();
             if let Err(down) = wire.pass_on() {
-                return self.fail(down);
+                return self.write_failed(down);
             }
         }
         self.settle();
@@ -271,7 +287,7 @@ impl Conduit {
         self.has_more = self.wire.as_mut().is_some_and(Wire::has_more);
     }
 
-    /// Whether the peer's kernel has the first bytes, up to this [number](Conduit::sent), or everything.
+    /// Whether the peer's kernel has the first bytes, up to this [number](TrunkEnd::sent), or everything.
     pub(super) fn is_delivered(&self, up_to: Option<u64>) -> Result<bool, LinkDown> {
         let Some(wire) = &self.wire else { return Ok(true) };
         if self.has_room() && !tcp_info::under_way(wire.socket())?.is_any() {

@@ -17,9 +17,9 @@ use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Proved;
 use crate::transport::tcp::connect::{Connection, Held};
-use crate::transport::tcp::door::Door;
 use crate::transport::tcp::greeting::Greeting;
 use crate::transport::tcp::inbound::{Inbound, LaneSource};
+use crate::transport::tcp::listener::Listener;
 use crate::transport::tcp::member::{Arrival, Member, Members};
 use crate::transport::tcp::outbound::{LaneSendStream, Outbound};
 use crate::transport::tcp::paths::Target;
@@ -35,7 +35,7 @@ struct Way {
 
 /// All shared connections of this process, while it has communicators that share.
 #[derive(Debug)]
-pub(super) struct Switchboard {
+pub(super) struct Trunks {
     /// Names this process to those that open connections to it.
     process: String,
     poller: Poller,
@@ -52,7 +52,7 @@ struct Tables {
     /// Those of `outbound` and some that take no further lanes.
     writers: FxHashMap<u32, Weak<Outbound>>,
     readers: FxHashMap<u32, Arc<Inbound>>,
-    entrances: Vec<Weak<Entrance>>,
+    listeners: Vec<Weak<SharedListener>>,
     /// Those of communicators that there were, each of which has its place.
     manners: Vec<String>,
 }
@@ -80,9 +80,9 @@ impl Tables {
 
 /// The listener of a communicator that shares.
 #[derive(Debug)]
-struct Entrance {
+struct SharedListener {
     member: Arc<Member>,
-    door: Mutex<Door>,
+    listener: Mutex<Listener>,
     origin: Origin,
 }
 
@@ -93,24 +93,24 @@ pub(super) struct Opening<'a> {
     pub(super) timeout: PeerTimeout,
 }
 
-impl Switchboard {
+impl Trunks {
     /// That of this process.
-    pub(super) fn of_process() -> io::Result<Arc<Switchboard>> {
-        static CURRENT: PerProcess<Mutex<Weak<Switchboard>>> = PerProcess::unset();
+    pub(super) fn of_process() -> io::Result<Arc<Trunks>> {
+        static CURRENT: PerProcess<Mutex<Weak<Trunks>>> = PerProcess::unset();
         let mut current = lock(CURRENT.get());
-        if let Some(switchboard) = current.upgrade() {
-            return Ok(switchboard);
+        if let Some(trunks) = current.upgrade() {
+            return Ok(trunks);
         }
-        let switchboard = Switchboard::new()?;
-        *current = Arc::downgrade(&switchboard);
-        Ok(switchboard)
+        let trunks = Trunks::new()?;
+        *current = Arc::downgrade(&trunks);
+        Ok(trunks)
     }
 
     /// That of a process of which nobody knows yet.
-    pub(super) fn new() -> io::Result<Arc<Switchboard>> {
+    pub(super) fn new() -> io::Result<Arc<Trunks>> {
         let process = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
         let (held, members, tables) = (Held::default(), Arc::default(), Mutex::default());
-        Ok(Arc::new(Switchboard { process, poller: Poller::new()?, held, members, tables }))
+        Ok(Arc::new(Trunks { process, poller: Poller::new()?, held, members, tables }))
     }
 
     /// How many connections there are that this process has opened, and that others have.
@@ -147,8 +147,13 @@ impl Switchboard {
             }
         }
         if has_callers {
-            let entrances: Vec<_> = lock(&self.tables).entrances.iter().filter_map(Weak::upgrade).collect();
-            entrances.iter().for_each(|entrance| self.drive_entrance(entrance));
+            let listeners: Vec<_> = lock(&self.tables).listeners.iter().filter_map(Weak::upgrade).collect();
+            for shared_listener in listeners {
+                // If another thread is at it, that one takes what has come.
+                if let Ok(mut listener) = shared_listener.listener.try_lock() {
+                    self.take_callers(&shared_listener, &mut listener);
+                }
+            }
         }
     }
 
@@ -175,16 +180,16 @@ impl Switchboard {
         writers.iter().for_each(|writer| writer.drive());
     }
 
-    /// Takes in what has come to a listener, unless another thread is at it.
-    fn drive_entrance(&self, entrance: &Entrance) {
-        let Ok(mut door) = entrance.door.try_lock() else { return };
-        let proved = door.proved();
-        drop(door);
-        let me = entrance.member.identity.me;
-        for Proved { rank: from, stream: mut caller, received, session } in proved {
+    /// Takes in what has come to a listener. Until all of it is where its communicator finds it, no other thread sees that nothing
+    /// comes any more.
+    fn take_callers(&self, shared_listener: &SharedListener, listener: &mut Listener) {
+        let me = shared_listener.member.identity.me;
+        for Proved { rank: from, stream: mut caller, received, session } in listener.proved() {
             if !received.is_some_and(|greeting| greeting.is_trunk()) {
+                // Its communicator watches it once it has taken it.
+                caller.leave();
                 // Where the communicator has ended, the connection does, too.
-                drop(entrance.member.arrive(Arrival::Connection { from, caller }));
+                drop(shared_listener.member.arrive(Arrival::Connection { from, caller }));
                 continue;
             }
             let Some(session) = session else { continue };
@@ -194,7 +199,7 @@ impl Switchboard {
                 log::debug!("rank {me}: a connection of rank {from} was dropped: {down}");
                 continue;
             }
-            let manner = &entrance.member.manner;
+            let manner = &shared_listener.member.manner;
             let reader = Inbound::new(number, caller, session, manner, &self.members, &self.held);
             let mut tables = lock(&self.tables);
             tables.sweep();
@@ -223,13 +228,17 @@ impl Switchboard {
         let connection = connection.with(Some(Greeting::TRUNK));
         let trunk = {
             let mut tables = lock(&self.tables);
-            let number = tables.take_number();
-            let trunk = Arc::new(Outbound::new(number, connection, &self.held));
-            tables.writers.retain(|_, writer| writer.strong_count() > 0);
-            tables.outbound.retain(|_, writer| writer.strong_count() > 0);
-            tables.writers.insert(number, Arc::downgrade(&trunk));
-            tables.outbound.insert(way, Arc::downgrade(&trunk));
-            trunk
+            // Another communicator may have opened one meanwhile.
+            let other = tables.outbound.get(&way).and_then(Weak::upgrade).filter(|trunk| trunk.takes_lanes());
+            other.unwrap_or_else(|| {
+                let number = tables.take_number();
+                let trunk = Arc::new(Outbound::new(number, connection, &self.held));
+                tables.writers.retain(|_, writer| writer.strong_count() > 0);
+                tables.outbound.retain(|_, writer| writer.strong_count() > 0);
+                tables.writers.insert(number, Arc::downgrade(&trunk));
+                tables.outbound.insert(way, Arc::downgrade(&trunk));
+                trunk
+            })
         };
         match trunk.join(member, peer) {
             Some(lane) => Ok(LaneSendStream::new(trunk, lane)),
@@ -241,35 +250,36 @@ impl Switchboard {
 
 /// What a communicator has to do with shared connections.
 #[derive(Debug)]
-pub(super) struct Seat {
-    switchboard: Arc<Switchboard>,
-    entrance: Arc<Entrance>,
+pub(super) struct Sharer {
+    trunks: Arc<Trunks>,
+    shared_listener: Arc<SharedListener>,
     /// What it tells peers of its process and manner. Only that of one process may be the same, and says nothing to others.
     process: String,
     /// Wakes the communicator for whatever is ready.
     _watched: Watched<Poller>,
 }
 
-impl Seat {
+impl Sharer {
     /// Has a communicator share the connections of this manner, and opens its listener. Its threads sleep on `poller`.
     pub(super) fn take(
-        switchboard: Arc<Switchboard>,
+        trunks: Arc<Trunks>,
         identity: Identity,
         manner: String,
         tls: Option<Tls>,
         poller: &Poller,
         timeout: PeerTimeout,
-    ) -> io::Result<Seat> {
-        let door = Door::open(identity.clone(), tls, &switchboard.poller, 1, timeout, true)?;
+    ) -> io::Result<Sharer> {
+        let listener = Listener::open(identity.clone(), tls, &trunks.poller, 1, timeout, true)?;
         // By a name that no stream has, as other names would have the communicator look for callers each time.
         let name = StreamName::From(identity.me);
-        let watched = poller.watch_named(switchboard.poller.clone(), Interest::Read, name)?;
-        let process = format!("{}-{}", switchboard.process, lock(&switchboard.tables).place(&manner));
+        let watched = poller.watch_named(trunks.poller.clone(), Interest::Read, name)?;
+        let process = format!("{}-{}", trunks.process, lock(&trunks.tables).place(&manner));
         let member = Arc::new(Member::new(identity, manner, poller.clone()));
-        let entrance = Arc::new(Entrance { member: member.clone(), door: Mutex::new(door), origin: Origin::here() });
-        switchboard.members.add(&member);
-        lock(&switchboard.tables).entrances.push(Arc::downgrade(&entrance));
-        Ok(Seat { switchboard, entrance, process, _watched: watched })
+        let shared_listener =
+            Arc::new(SharedListener { member: member.clone(), listener: Mutex::new(listener), origin: Origin::here() });
+        trunks.members.add(&member);
+        lock(&trunks.tables).listeners.push(Arc::downgrade(&shared_listener));
+        Ok(Sharer { trunks, shared_listener, process, _watched: watched })
     }
 
     /// What names this process, and the manner of this end, to its peers.
@@ -278,60 +288,60 @@ impl Seat {
     }
 
     /// Runs `f` with the listener.
-    pub(super) fn with_door<T>(&self, f: impl FnOnce(&Door) -> T) -> T {
-        f(&lock(&self.entrance.door))
+    pub(super) fn with_listener<T>(&self, f: impl FnOnce(&Listener) -> T) -> T {
+        f(&lock(&self.shared_listener.listener))
     }
 
     /// A stream to a rank of this process.
     pub(super) fn open(&self, peer: Rank, process: &str, opening: Opening<'_>) -> Result<LaneSendStream, LinkDown> {
-        self.switchboard.open(&self.entrance.member, peer, process, opening)
+        self.trunks.open(&self.shared_listener.member, peer, process, opening)
     }
 
     /// Goes on with what has come to this communicator's listener and with what is ready, and takes what has come for it.
     pub(super) fn take_arrivals(&self) -> Vec<Arrival> {
-        self.switchboard.drive_entrance(&self.entrance);
-        self.switchboard.drive();
-        self.entrance.member.take_arrivals()
+        self.trunks.take_callers(&self.shared_listener, &mut lock(&self.shared_listener.listener));
+        self.trunks.drive();
+        self.shared_listener.member.take_arrivals()
     }
 
     /// The bytes of a lane that has come.
     pub(super) fn lane(&self, trunk: u32, lane: u32) -> Option<LaneSource> {
-        let reader = lock(&self.switchboard.tables).readers.get(&trunk).cloned()?;
+        let reader = lock(&self.trunks.tables).readers.get(&trunk).cloned()?;
         Some(reader.begin_to_read(lane))
     }
 
     /// Whether bytes that streams have taken wait in this process.
     pub(super) fn holds_bytes(&self) -> bool {
-        self.switchboard.held.is_any()
+        self.trunks.held.is_any()
     }
 
     /// Goes on with whatever is ready, and appends this communicator's streams that have become so. True: others have come.
     pub(super) fn look(&self, named: &mut Vec<StreamName>) -> bool {
-        self.switchboard.drive();
-        self.entrance.member.look(named)
+        self.trunks.drive();
+        self.shared_listener.member.look(named)
     }
 
     /// Whether there is nothing to look at.
     pub(super) fn is_idle(&self) -> bool {
-        self.entrance.member.is_idle()
+        self.shared_listener.member.is_idle()
     }
 }
 
-impl Drop for Seat {
+impl Drop for Sharer {
     fn drop(&mut self) {
         // In a forked child, a thread may have had a lock that is not there.
-        if !self.entrance.origin.is_here() {
+        if !self.shared_listener.origin.is_here() {
             return;
         }
-        let Seat { switchboard, entrance, .. } = &*self;
-        switchboard.members.remove(&entrance.member);
-        for arrival in entrance.member.close() {
+        let Sharer { trunks, shared_listener, .. } = &*self;
+        trunks.members.remove(&shared_listener.member);
+        for arrival in shared_listener.member.close() {
             if let Arrival::Lane { trunk, lane, .. } = arrival {
                 drop(self.lane(trunk, lane));
             }
         }
-        let mut tables = lock(&switchboard.tables);
+        let mut tables = lock(&trunks.tables);
         tables.sweep();
-        tables.entrances.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(entrance)));
+        tables.listeners.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(shared_listener)));
     }
 }
