@@ -14,7 +14,7 @@ use std::sync::Once;
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::sync::{AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, lock};
+use crate::sync::{Arc, AtomicPtr, AtomicU64, Mutex, MutexGuard, Ordering, Weak, lock};
 
 /// How many forks lie between this process and the first one that used the engine.
 static FORKS: AtomicU64 = AtomicU64::new(0);
@@ -136,6 +136,19 @@ impl<T: Default> PerProcess<T> {
                 }
             }
         }
+    }
+}
+
+impl<T> PerProcess<Mutex<Weak<T>>> {
+    /// What this process shares for as long as somebody has it; made if nobody does.
+    pub fn shared<E>(&'static self, make: impl FnOnce() -> Result<T, E>) -> Result<Arc<T>, E> {
+        let mut current = lock(self.get());
+        if let Some(shared) = current.upgrade() {
+            return Ok(shared);
+        }
+        let made = Arc::new(make()?);
+        *current = Arc::downgrade(&made);
+        Ok(made)
     }
 }
 

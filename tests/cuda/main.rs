@@ -30,6 +30,8 @@ mod reductions;
 mod rings;
 mod setup;
 mod simulation;
+#[path = "../engine/stopped.rs"]
+mod stopped;
 mod through_host;
 mod trouble;
 mod vendor;

@@ -9,6 +9,7 @@ use crate::graphs::wait_until;
 use crate::harness::{Software, alone, context, is_alone};
 use crate::messages::open_files;
 use crate::ranks::{OnDevice, Process, data, hosts, hosts_on, of_processes};
+use crate::stopped::wait_until_stopped;
 use crate::windows::{
     Part, TWO_DEVICES, announce_on_another_stream, collectives_and_accesses, come_and_go, different_memory, do_now,
     end_before_the_other_leaves, end_in_any_order, exchange, expose_a_part, get, many_accesses, memory_is_refused,
@@ -326,14 +327,7 @@ fn a_rank_that_takes_nothing_is_named_by_who_puts() {
         rank.comm.abort("the test is over");
         return;
     }
-    // Once it stands still.
-    let runs = |thread: std::io::Result<std::fs::DirEntry>| {
-        let stat = std::fs::read_to_string(thread.expect("an entry").path().join("stat")).unwrap_or_default();
-        !stat.is_empty() && !stat.contains(") T ")
-    };
-    while std::fs::read_dir(format!("/proc/{}/task", peer[1])).expect("it is there").any(runs) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until_stopped(peer[1]);
     let limit = Some(Duration::from_millis(500));
     let work = rank.submit_within(put(&part, 1, 0), &[&memory], &[], limit).expect("a work");
     let error = work.wait(None).expect_err("it is not taken").to_string();

@@ -37,6 +37,7 @@ mod rounds;
 mod schedules;
 mod secrets_redacted;
 mod shared_streams;
+mod stopped;
 mod stores;
 mod threads;
 mod tidy;

@@ -1,8 +1,6 @@
 //! Gets that a rank reads in the target's memory by itself, over UCX, the real library. Over UCX's TCP they travel by frames, and
 //! everything else is the same.
 
-use std::fs;
-use std::io;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,6 +8,7 @@ use std::time::Duration;
 use ncclx_rs::comm::store::TcpStore;
 use ncclx_rs::{CommOptions, Communicator, Error, GetPath, Mode, Op, OpKind, Rank, Window, Work};
 
+use crate::stopped::wait_until_stopped;
 use crate::ucx_process::{allowed, is_under_test};
 use crate::world::{Wire, buffer, op, run, world};
 
@@ -213,16 +212,9 @@ impl Target {
         assert!(sent.success());
     }
 
-    /// Stops it, and waits until all its threads stand still: a signal alone is for one of them to see.
     fn stop(&self) {
         self.signal("-STOP");
-        let runs = |thread: io::Result<fs::DirEntry>| {
-            let stat = fs::read_to_string(thread.expect("an entry").path().join("stat")).unwrap_or_default();
-            !stat.is_empty() && !stat.contains(") T ")
-        };
-        while fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("it is there").any(runs) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until_stopped(self.0.id());
     }
 }
 

@@ -14,7 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::world::{self, Wire, buffer, op, run, world};
-use crate::{alone, entries};
+use crate::{alone, at_rest, entries};
 
 pub(crate) const SHORT: Duration = Duration::from_secs(2);
 
@@ -57,14 +57,8 @@ fn allow(more: Option<usize>) {
     let limit = getrlimit(Resource::Nofile);
     let mut current = limit.maximum;
     if let Some(more) = more {
-        // Connections of the watch are still made; the folder itself is one of them, too.
-        let (mut open, mut looks) = (descriptors(), 0);
-        while looks < 20 {
-            std::thread::sleep(Duration::from_millis(20));
-            let now = descriptors();
-            looks = if now == open { looks + 1 } else { 0 };
-            open = now;
-        }
+        // The folder itself is one of them, too.
+        let mut open = at_rest(descriptors);
         open.retain(|fd| fs::read_link(format!("/proc/self/fd/{fd}")).is_ok());
         current = (0..).filter(|number| !open.contains(number)).nth(more);
     }

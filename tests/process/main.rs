@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 mod crowd;
 mod descriptors;
@@ -29,6 +30,18 @@ fn alone() -> MutexGuard<'static, ()> {
 /// How many entries a folder of `/proc/self` has.
 fn entries(folder: &str) -> usize {
     fs::read_dir(format!("/proc/self/{folder}")).expect("a folder of /proc").count()
+}
+
+/// What a look finds once it has found the same for a while: connections of the failure detector come and go by themselves.
+fn at_rest<T: PartialEq>(look: impl Fn() -> T) -> T {
+    let (mut before, mut looks) = (look(), 0);
+    while looks < 20 {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = look();
+        looks = if now == before { looks + 1 } else { 0 };
+        before = now;
+    }
+    before
 }
 
 /// A number that follows from a seed: SplitMix64, from Steele, Lea and Flood, "Fast splittable pseudorandom number

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ncclx_rs::{Communicator, Error, Rank, ReduceOp};
 
 use crate::world::{Wire, world};
-use crate::{alone, entries};
+use crate::{alone, at_rest, entries};
 
 /// Descriptors of a communicator of its own: a poller of two, and a listener for each way to others.
 fn own(wire: Wire) -> usize {
@@ -23,18 +23,6 @@ fn settled(most: usize) -> usize {
     entries("fd")
 }
 
-/// The same, once their number has stayed as it is for a while.
-fn at_rest() -> usize {
-    let (mut before, mut looks) = (entries("fd"), 0);
-    while looks < 20 {
-        std::thread::sleep(Duration::from_millis(20));
-        let now = entries("fd");
-        looks = if now == before { looks + 1 } else { 0 };
-        before = now;
-    }
-    before
-}
-
 #[test]
 fn a_further_communicator_takes_two_descriptors_for_a_peer_and_a_few_of_its_own() {
     let _alone = alone();
@@ -46,7 +34,7 @@ fn a_further_communicator_takes_two_descriptors_for_a_peer_and_a_few_of_its_own(
             // Rank 0 counts for all, which are in this process.
             let count = |most: Option<usize>| {
                 barrier.wait();
-                let count = (comm.rank() == Rank(0)).then(|| most.map_or_else(at_rest, settled));
+                let count = (comm.rank() == Rank(0)).then(|| most.map_or_else(|| at_rest(|| entries("fd")), settled));
                 barrier.wait();
                 count
             };

@@ -27,15 +27,11 @@ impl DetectorThread {
     /// The one of this process, which starts with the first registration.
     pub(crate) fn of_process() -> io::Result<Arc<DetectorThread>> {
         static CURRENT: PerProcess<Mutex<Weak<DetectorThread>>> = PerProcess::unset();
-        let mut current = lock(CURRENT.get());
-        if let Some(thread) = current.upgrade() {
-            return Ok(thread);
-        }
-        let poller = Poller::new()?;
-        let shared = Mutex::new(Shared { watch: Watch::new(poller.clone()), is_running: false });
-        let thread = Arc::new(DetectorThread { poller, shared, checked: Condvar::new() });
-        *current = Arc::downgrade(&thread);
-        Ok(thread)
+        CURRENT.shared(|| {
+            let poller = Poller::new()?;
+            let shared = Mutex::new(Shared { watch: Watch::new(poller.clone()), is_running: false });
+            Ok(DetectorThread { poller, shared, checked: Condvar::new() })
+        })
     }
 
     /// The poller that the thread sleeps on.

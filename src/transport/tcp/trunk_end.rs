@@ -160,6 +160,10 @@ impl TrunkEnd {
     pub(super) fn fail(&mut self, down: LinkDown) {
         self.down.get_or_insert(down);
         self.wire = None;
+        self.drop_waiting();
+    }
+
+    fn drop_waiting(&mut self) {
         self.waiting = Vec::new();
         self.written = 0;
         self.holding.set(false);
@@ -168,14 +172,10 @@ impl TrunkEnd {
     /// A write has failed. At the end that reads, that is of the answers alone: what the peer sent before it closed is still there, and
     /// reading it tells of the end.
     fn write_failed(&mut self, down: LinkDown) {
-        let Some(Wire::Accepted(_)) = &self.wire else { return self.fail(down) };
+        let Some(wire @ Wire::Accepted(_)) = &mut self.wire else { return self.fail(down) };
+        wire.watch(false);
         self.is_mute = true;
-        self.waiting = Vec::new();
-        self.written = 0;
-        self.holding.set(false);
-        if let Some(wire) = &mut self.wire {
-            wire.watch(false);
-        }
+        self.drop_waiting();
     }
 
     /// Sends a message about a lane, behind what waits.

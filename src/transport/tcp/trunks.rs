@@ -97,20 +97,14 @@ impl Trunks {
     /// That of this process.
     pub(super) fn of_process() -> io::Result<Arc<Trunks>> {
         static CURRENT: PerProcess<Mutex<Weak<Trunks>>> = PerProcess::unset();
-        let mut current = lock(CURRENT.get());
-        if let Some(trunks) = current.upgrade() {
-            return Ok(trunks);
-        }
-        let trunks = Trunks::new()?;
-        *current = Arc::downgrade(&trunks);
-        Ok(trunks)
+        CURRENT.shared(Trunks::new)
     }
 
     /// That of a process of which nobody knows yet.
-    pub(super) fn new() -> io::Result<Arc<Trunks>> {
+    pub(super) fn new() -> io::Result<Trunks> {
         let process = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
         let (held, members, tables) = (Held::default(), Arc::default(), Mutex::default());
-        Ok(Arc::new(Trunks { process, poller: Poller::new()?, held, members, tables }))
+        Ok(Trunks { process, poller: Poller::new()?, held, members, tables })
     }
 
     /// How many connections there are that this process has opened, and that others have.

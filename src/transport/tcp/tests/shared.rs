@@ -26,7 +26,7 @@ struct Process {
 
 impl Process {
     fn pair(tls: &'static str) -> [Process; 2] {
-        [0, 1].map(|me| Process { me, trunks: Trunks::new().unwrap(), tls })
+        [0, 1].map(|me| Process { me, trunks: Arc::new(Trunks::new().unwrap()), tls })
     }
 
     /// Its transport of a communicator, which shares connections of this manner.
