@@ -112,7 +112,7 @@ nightly-toolchain:
 MIRI_TESTS := engine:: window:: transport::auth comm::store::protocol comm::failure_detector::notice sys::poller
 MIRI_SKIPS := a_copy_takes_no_more is_given_credit_for what_is_unread_fills plans_are_kept callbacks half_precision \
 	combine_and_fold in_either_order sender_has_the_time is_blamed_soon what_has_to_wait is_written_down_once \
-	among_thousands takes_several_turns
+	among_thousands takes_several_turns a_tenth_more
 MIRI = PROPTEST_CASES=3 MIRIFLAGS=-Zmiri-disable-isolation RUSTFLAGS="--cfg rustix_use_libc" \
 	CARGO_TARGET_DIR=target/miri $(NIGHTLY_CARGO) miri test --locked
 .PHONY: miri

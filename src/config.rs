@@ -111,7 +111,10 @@ options! {
         "Messages up to this size are sent before the receiver asks for them.";
     single_copy_bytes: usize, "single_copy_bytes", "65536", &[],
         "Within a host, the receiver may read longer messages from the sender's memory, where the system allows it \
-         (process_vm_readv) and it is faster; 0 for never.";
+         (process_vm_readv); 0 for never.";
+    single_copy: Switch, "single_copy", "auto", &[],
+        "Whether this rank reads messages in their senders' memory where these offer that, or has them sent through the shared memory \
+         ring; auto measures for each sender and size of operations which way is faster.";
     scratch_bytes: usize, "scratch_bytes", "8388608", &[],
         "How much memory of its own the engine takes for the copies of a reduction, which longer ones make piece by piece, and \
          how much it keeps; from 128 times as long on, a 128th of the data. Rank 0's holds for all ranks.";

@@ -215,6 +215,7 @@ impl Communicator {
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
+        engine.context.rndv.single_copy = config.single_copy;
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
         engine.context.rndv.team = team;
         engine.collectives.algorithm.clone_from(&config.algorithm);

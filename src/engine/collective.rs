@@ -16,8 +16,9 @@ use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
 use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
-use crate::engine::region::{Region, Scratch};
+use crate::engine::region::{Region, Scratch, Spaces};
 use crate::engine::request::Request;
+use crate::engine::rndv::Known;
 use crate::error::{Error, rank_list};
 use crate::schedule::{Action, StepId};
 use crate::signature::Signature;
@@ -358,9 +359,9 @@ impl Collectives {
         let (sequence, len) = (active.sequence, region.len());
         let is_busy = active.plan.is_busy(&active.request.spaces);
         let header = Header { is_busy, ..active.request.header(sequence, message, len) };
-        let is_cache_hot = active.request.sends_cache_hot();
+        let (is_cache_hot, is_hot_eager) = (active.request.sends_cache_hot(), active.request.sends_hot_eagerly());
         let completion = Completion { op: OpId::Collective(sequence), step };
-        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_cache_hot);
+        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_hot_eager);
         if eager {
             if ctx.endpoints.send(to, header, Body::of(region), completion) {
                 self.step_done(sequence, step);
@@ -368,7 +369,8 @@ impl Collectives {
         } else {
             let key = (to, sequence, message);
             let is_asked = self.asked.remove(&key).is_some_and(|(_, asked)| asked == len as u64);
-            let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, is_asked);
+            let known = Known { is_asked, is_cache_hot };
+            let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, known);
             self.announced.extend(sent.map(|token| (key, token)));
         }
         if let Some(cause) = ctx.lost(to) {
@@ -390,7 +392,7 @@ impl Collectives {
             }
             Some((_, Unexpected::Rts(rts))) => {
                 if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
-                    ctx.receive(from, rts, MatchSpace::Collective, buffer);
+                    self.receive(ctx, from, rts, buffer);
                 }
             }
             None => {
@@ -444,6 +446,13 @@ impl Collectives {
             return None;
         }
         Some(buffer)
+    }
+
+    /// Has a buffer for a message of the active collective whose RTS has come.
+    fn receive(&self, ctx: &mut OpContext, from: Rank, rts: RtsInfo, buffer: RecvBuffer) {
+        let bytes = |spaces: &Spaces| spaces.input.len().max(spaces.output.len());
+        let bytes = self.active.as_ref().map_or(0, |active| bytes(&active.request.spaces));
+        ctx.rndv.receive(&mut ctx.endpoints, from, rts, MatchSpace::Collective, buffer, bytes);
     }
 
     // ---- arrivals ----
@@ -521,7 +530,7 @@ impl Collectives {
             Ok(Some(Posted { step, has_asked })) => match self.buffer(ctx, step, from, header.len) {
                 // The sender has not seen yet that it is asked, and takes that for the answer.
                 Some(buffer) if has_asked && header.address.is_none() => ctx.rndv.expect(from, header.token, buffer),
-                Some(buffer) => ctx.receive(from, header.rts(), MatchSpace::Collective, buffer),
+                Some(buffer) => self.receive(ctx, from, header.rts(), buffer),
                 None => {}
             },
         }

@@ -58,7 +58,8 @@ impl OpContext {
 
     /// Has a buffer for a message whose RTS has come.
     pub(crate) fn receive(&mut self, from: Rank, rts: RtsInfo, match_space: MatchSpace, buffer: RecvBuffer) {
-        self.rndv.receive(&mut self.endpoints, from, rts, match_space, buffer);
+        let operation_bytes = buffer.region.len();
+        self.rndv.receive(&mut self.endpoints, from, rts, match_space, buffer, operation_bytes);
     }
 
     /// Whether `op` waits for `peer` to take or to bring a message that both know of.

@@ -514,7 +514,7 @@ fn send(
 
 fn store(region: Region, peer: Rank, transfer: AccessTransfer, number: u64) -> RecvBuffer {
     let completion = Completion { op: OpId::Access { peer, transfer, number }, step: 0 };
-    RecvBuffer { region, action: RecvAction::Store, completion, received: 0 }
+    RecvBuffer::new(region, RecvAction::Store, completion)
 }
 
 /// What travels, as the header of its message has it.

@@ -592,7 +592,7 @@ impl Pair {
         }
         let region = Region::inbound(&self.far.memory, (chunk % CELLS as u64) as usize).part(0, len);
         let completion = Completion { op: OpId::PieceReceived { peer: from, number }, step: 0 };
-        Some(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
+        Some(RecvBuffer::new(region, RecvAction::Store, completion))
     }
 
     /// Notes what another rank has called, and compares it with this rank's call. False: they differ.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 
+use crate::engine::copying::CopyStats;
 use crate::engine::flight_recorder::Record;
 use crate::engine::outbox::LinkStats;
 use crate::engine::progress::Engine;
@@ -66,6 +67,8 @@ struct Peer<'a> {
     lane: Option<LaneStats>,
     /// How the shared memory through which its messages come is read, if they do.
     ring: Option<RingStats>,
+    /// How its long messages come that could come in two ways, and what they have cost.
+    copies: Vec<CopyStats>,
 }
 
 /// An operation.
@@ -186,6 +189,7 @@ impl Engine {
                         rails,
                         lane,
                         ring: endpoints.ring_stats(rank),
+                        copies: self.context.rndv.copy_stats(rank),
                     }
                 })
                 .collect(),

@@ -140,7 +140,7 @@ impl Engine {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
                     let ctx = &mut self.context;
-                    if ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), request.sends_cache_hot()) {
+                    if ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), request.sends_hot_eagerly()) {
                         self.send_now(to, header, region, completion)
                     } else {
                         StepState::NotBegun
@@ -189,7 +189,7 @@ impl Engine {
             }
             Direction::Receive(Source::Rank(from)) if self.messages.has_no_unexpected() => {
                 let action = RecvAction::Store;
-                let buffer = || RecvBuffer { region: request.region.clone(), action, completion, received: 0 };
+                let buffer = || RecvBuffer::new(request.region.clone(), action, completion);
                 let state = self.receive_now(from, header, &buffer, |engine| {
                     recorded.get_or_insert_with(|| engine.note_message(request));
                 });

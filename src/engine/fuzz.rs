@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::algo::Collective;
+use crate::config::Switch;
 use crate::counts::Counts;
 use crate::engine::flight_recorder::Bytes;
 use crate::engine::frame::{HEADER_MAX, Header};
@@ -76,6 +77,9 @@ impl FuzzRun {
             7 => {
                 self.harness.engine.context.rndv.eager_bytes = 8 * usize::from(input.byte());
                 self.harness.engine.context.rndv.single_copy_bytes = 8 * usize::from(input.byte());
+                // What is chosen by the clock cannot be played again.
+                let single_copy = if input.byte().is_multiple_of(2) { Switch::On } else { Switch::Off };
+                self.harness.engine.context.rndv.single_copy = single_copy;
             }
             8 => self.harness.engine.expire(Instant::now() + 2 * TIMEOUT),
             _ => match self.window.take() {

@@ -290,7 +290,7 @@ impl Messages {
             return None;
         }
         let completion = Completion { op: OpId::Message(posted.id), step: 0 };
-        Some(RecvBuffer { region: posted.region.clone(), action: RecvAction::Store, completion, received: 0 })
+        Some(RecvBuffer::new(posted.region.clone(), RecvAction::Store, completion))
     }
 
     // ---- arrivals ----

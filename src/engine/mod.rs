@@ -34,6 +34,7 @@ pub(crate) mod collective;
 pub(crate) mod completion;
 pub(crate) mod connector;
 pub(crate) mod context;
+mod copying;
 pub(crate) mod device_accesses;
 pub(crate) mod device_messages;
 pub(crate) mod driver;

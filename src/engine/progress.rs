@@ -528,7 +528,10 @@ impl Engine {
             (FrameKind::Fail, Sink::Heap(text)) => {
                 self.take_failure(from, header, String::from_utf8_lossy(&text).into_owned());
             }
-            (_, Sink::Buffer(buffer)) if buffer.is_full() => self.recv_done(from, buffer.completion),
+            (_, Sink::Buffer(buffer)) if buffer.is_full() => {
+                ctx.rndv.came(from, &buffer);
+                self.recv_done(from, buffer.completion);
+            }
             (_, Sink::Buffer(buffer)) => ctx.rndv.expect(from, header.token, buffer),
             (_, Sink::Heap(bytes)) => match header.match_space {
                 MatchSpace::Collective => self.collectives.unexpected_complete(ctx, from, header, bytes),

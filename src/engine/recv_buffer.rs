@@ -1,5 +1,7 @@
 //! Where the bytes of a message go: into its operation's memory, onto the heap until they are wanted, or nowhere.
 
+use std::time::Instant;
+
 use crate::engine::completion::Completion;
 use crate::engine::reduce::{self, Operands};
 use crate::engine::region::Region;
@@ -22,9 +24,27 @@ pub(crate) struct RecvBuffer {
     pub(crate) completion: Completion,
     /// Bytes that have come.
     pub(crate) received: usize,
+    /// Of a message for which there are two ways.
+    pub(crate) timed: Option<Timed>,
+}
+
+/// What a message is measured by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timed {
+    /// When it could come.
+    pub(crate) since: Instant,
+    /// How much its operation moves.
+    pub(crate) operation_bytes: usize,
+    /// The number of the sample that it belongs to.
+    pub(crate) sample: u64,
 }
 
 impl RecvBuffer {
+    /// One into which nothing has come.
+    pub(crate) fn new(region: Region, action: RecvAction, completion: Completion) -> RecvBuffer {
+        RecvBuffer { region, action, completion, received: 0, timed: None }
+    }
+
     /// Whether the whole message has come.
     pub(crate) fn is_full(&self) -> bool {
         self.received == self.region.len()

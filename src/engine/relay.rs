@@ -342,7 +342,7 @@ impl Relay {
         }
         let region = Region::inbound(&pier.memory, message.half).part(message.offset, expected);
         let completion = Completion { op: OpId::Inbound(number), step: 0 };
-        Some(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
+        Some(RecvBuffer::new(region, RecvAction::Store, completion))
     }
 
     /// The message of this number has been sent.

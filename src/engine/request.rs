@@ -10,6 +10,7 @@ use crate::engine::reduce::{self, Operands};
 use crate::engine::region::Spaces;
 use crate::schedule::{Action, Slice, Space};
 use crate::signature::Signature;
+use crate::sys::cache;
 use crate::sys::team::Team;
 use crate::types::{DType, ReduceOp};
 
@@ -88,9 +89,19 @@ impl Request {
         }
     }
 
-    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the cache.
+    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the core's own cache.
     pub(crate) fn sends_cache_hot(&self) -> bool {
-        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= HOT_MAX_BYTES
+        self.sends_results_of(cache::second_level_bytes() / 2)
+    }
+
+    /// Whether that is so, and its receivers are soon there.
+    pub(crate) fn sends_hot_eagerly(&self) -> bool {
+        self.sends_results_of(HOT_EAGER_BYTES)
+    }
+
+    /// Whether it sends intermediate results, of so many bytes at most.
+    fn sends_results_of(&self, most: usize) -> bool {
+        matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= most
     }
 
     /// The header of a message that is sent at once.
@@ -110,9 +121,9 @@ impl Request {
             Action::Recv { into, .. } => (into, RecvAction::Store),
             _ => return None,
         };
-        Some(RecvBuffer { region: self.spaces.region(into), action, completion, received: 0 })
+        Some(RecvBuffer::new(self.spaces.region(into), action, completion))
     }
 }
 
-/// How much data a collective may have to find in the cache what it wrote.
-const HOT_MAX_BYTES: usize = 512 * 1024;
+/// How much data a collective may have whose results are not worth being asked for.
+const HOT_EAGER_BYTES: usize = 512 * 1024;

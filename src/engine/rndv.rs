@@ -9,12 +9,14 @@
 //! memory, and then sends `Invalidated`.
 
 use std::collections::hash_map;
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
-use crate::config::EagerBytes;
+use crate::config::{EagerBytes, Switch};
 use crate::engine::body::{Body, Copied};
 use crate::engine::completion::{Completion, OpId};
+use crate::engine::copying::{Choices, CopyStats, Copying};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
 use crate::engine::per_rank::PerRank;
@@ -43,11 +45,22 @@ impl PendingSend {
     }
 }
 
+/// What is known of a long message as it is sent.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Known {
+    /// Its receiver has asked for it.
+    pub(crate) is_asked: bool,
+    /// It was just written, and is short enough to stay in a core's own cache.
+    pub(crate) is_cache_hot: bool,
+}
+
 /// The long messages of one communicator.
 pub(crate) struct Rendezvous {
     pub(crate) eager_bytes: usize,
     /// Longer messages may be read where they lie.
     pub(crate) single_copy_bytes: usize,
+    /// Whether this rank reads them there.
+    pub(crate) single_copy: Switch,
     /// The host has more ranks than cores, or no thread is to poll.
     pub(crate) oversubscribed: bool,
     /// The threads that share copies and reductions.
@@ -58,6 +71,7 @@ pub(crate) struct Rendezvous {
     /// Buffers for messages whose RTR has been sent, by sender and token.
     recv_buffers: FxHashMap<(Rank, u64), RecvBuffer>,
     reads: Reads,
+    choices: Choices,
     /// By peer, whether it has said that it cannot read this process's memory.
     cannot_read: PerRank<bool>,
 }
@@ -68,12 +82,14 @@ impl Rendezvous {
         Rendezvous {
             eager_bytes: 8192,
             single_copy_bytes: 0,
+            single_copy: Switch::Auto,
             oversubscribed: false,
             team: Team::ALONE,
             pending_sends: FxHashMap::default(),
             next_token: 0,
             recv_buffers: FxHashMap::default(),
             reads: Reads::new(size),
+            choices: Choices::default(),
             cannot_read: PerRank::new(size),
         }
     }
@@ -85,9 +101,9 @@ impl Rendezvous {
 
     // ---- the sender's side ----
 
-    /// Whether a message of `len` bytes is sent to `to` before it is asked for. One that is cache-hot, because it was just
-    /// written, gets there faster through the ring than by being read where it lies.
-    pub(crate) fn is_eager(&self, endpoints: &mut Endpoints, to: Rank, len: usize, is_cache_hot: bool) -> bool {
+    /// Whether a message of `len` bytes is sent to `to` before it is asked for: a longer one too, if it is `hot`, which
+    /// was just written.
+    pub(crate) fn is_eager(&self, endpoints: &mut Endpoints, to: Rank, len: usize, hot: bool) -> bool {
         endpoints.connect(to);
         let single_copy = self.eager_bytes.min(self.single_copy_bytes);
         if len <= single_copy {
@@ -95,7 +111,7 @@ impl Rendezvous {
         } else if !self.peer_can_read(endpoints, to) {
             len <= self.eager_bytes
         } else {
-            is_cache_hot && !self.oversubscribed && len <= single_copy.saturating_mul(HOT_FACTOR).min(EagerBytes::MAX)
+            hot && !self.oversubscribed && len <= single_copy.saturating_mul(HOT_FACTOR).min(EagerBytes::MAX)
         }
     }
 
@@ -118,7 +134,7 @@ impl Rendezvous {
         if eager {
             return endpoints.send(to, Header { kind: FrameKind::Eager, ..header }, body, completion);
         }
-        self.send_long(endpoints, to, header, body, completion, false);
+        self.send_long(endpoints, to, header, body, completion, Known::default());
         false
     }
 
@@ -131,17 +147,17 @@ impl Rendezvous {
         header: Header,
         body: Body,
         completion: Completion,
-        is_asked: bool,
+        known: Known,
     ) -> Option<u64> {
         let token = self.next_token;
         self.next_token += 1;
         let address = match &body {
-            Body::Memory(region) if self.peer_can_read(endpoints, to) => {
+            Body::Memory(region) if !self.goes_through_ring(known) && self.peer_can_read(endpoints, to) => {
                 region.address().map(|address| MemoryAddress::of(address, region.len()))
             }
             _ => None,
         };
-        if is_asked && address.is_none() {
+        if known.is_asked && address.is_none() {
             endpoints.push_from(to, 0, Header { kind: FrameKind::Data, token, ..header }, body, completion);
             return None;
         }
@@ -150,6 +166,11 @@ impl Rendezvous {
         endpoints.send_control(to, header);
         endpoints.expect(to);
         address.is_none().then_some(token)
+    }
+
+    /// Whether a message is not to be read: one that lies in the cache of this core alone gets there sooner through the ring.
+    fn goes_through_ring(&self, known: Known) -> bool {
+        known.is_cache_hot && self.team.is_alone() && !self.oversubscribed
     }
 
     /// `from` has a buffer of `len` bytes for message `token`, which it can only ask for. False: that is not as long.
@@ -223,27 +244,60 @@ impl Rendezvous {
 
     // ---- the receiver's side ----
 
-    /// Has a buffer for a message whose RTS has come.
+    /// Has a buffer for a message whose RTS has come, of an operation that moves so much.
     pub(crate) fn receive(
         &mut self,
         endpoints: &mut Endpoints,
         from: Rank,
         rts: RtsInfo,
         match_space: MatchSpace,
-        buffer: RecvBuffer,
+        mut buffer: RecvBuffer,
+        operation_bytes: usize,
     ) {
-        match rts.address {
-            Some(address) if self.prefers_reading(from, address, rts.is_busy, &buffer) => {
-                self.reads.push(Reading { from, token: rts.token, match_space, address, buffer });
-            }
-            _ => self.send_rtr(endpoints, from, rts.token, match_space, buffer, RtrReason::Chosen),
+        let address = rts.address.filter(|address| {
+            self.copying(from, *address, rts.is_busy, &mut buffer, operation_bytes) == Copying::Single
+        });
+        match address {
+            Some(address) => self.reads.push(Reading { from, token: rts.token, match_space, address, buffer }),
+            None => self.send_rtr(endpoints, from, rts.token, match_space, buffer, RtrReason::Chosen),
         }
     }
 
-    /// Whether to read a message where it lies, rather than ask for it.
-    fn prefers_reading(&self, from: Rank, address: MemoryAddress, is_busy: bool, buffer: &RecvBuffer) -> bool {
-        let is_busy = || is_busy || self.pending_sends.values().any(|pending| pending.to == from);
-        Reads::is_faster(address, buffer, self.oversubscribed, self.team, is_busy)
+    /// How to take a message that could be read at `address`.
+    fn copying(
+        &mut self,
+        from: Rank,
+        address: MemoryAddress,
+        is_busy: bool,
+        buffer: &mut RecvBuffer,
+        operation_bytes: usize,
+    ) -> Copying {
+        match self.single_copy {
+            Switch::On => Copying::Single,
+            Switch::Off => Copying::Ring,
+            Switch::Auto if address.segment.is_some() => Copying::Single,
+            Switch::Auto => {
+                let is_busy = is_busy || self.pending_sends.values().any(|pending| pending.to == from);
+                let expected = Copying::expected(buffer, is_busy, self.oversubscribed, self.team);
+                if is_busy {
+                    // What the ring takes of the sender's time would show in other messages, not in this one.
+                    return expected;
+                }
+                self.choices.choose(from, buffer, operation_bytes, expected, Instant::now())
+            }
+        }
+    }
+
+    /// A message has come whole.
+    pub(crate) fn came(&mut self, from: Rank, buffer: &RecvBuffer) {
+        if buffer.timed.is_some() {
+            self.choices.came(from, buffer, Instant::now());
+        }
+    }
+
+    /// What messages of `peer` have cost that could come in two ways.
+    pub(crate) fn copy_stats(&self, peer: Rank) -> Vec<CopyStats> {
+        self.choices.stats(peer)
     }
 
     /// Whether to ask `from` for a message of so many bytes before it announces that: it is neither sent eagerly nor read where
@@ -298,11 +352,13 @@ impl Rendezvous {
                 ReadEnd::Stale => {}
                 ReadEnd::Whole(reading) => {
                     moved = true;
+                    self.came(reading.from, &reading.buffer);
                     reading.acknowledge(endpoints);
                     done.push((reading.from, reading.buffer.completion));
                 }
-                ReadEnd::Unreadable(Reading { from, token, match_space, buffer, .. }) => {
+                ReadEnd::Unreadable(Reading { from, token, match_space, mut buffer, .. }) => {
                     moved = true;
+                    buffer.timed = None; // it comes both ways
                     self.send_rtr(endpoints, from, token, match_space, buffer, RtrReason::CannotRead);
                 }
             }
@@ -315,7 +371,8 @@ impl Rendezvous {
     /// is one, has to forget the address.
     pub(crate) fn invalidation_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, token: u64) -> bool {
         let Some(reading) = self.reads.invalidated(from, token) else { return false };
-        let Reading { match_space, buffer, .. } = reading;
+        let Reading { match_space, mut buffer, .. } = reading;
+        buffer.timed = None; // it comes both ways
         self.send_rtr(endpoints, from, token, match_space, buffer, RtrReason::Chosen);
         true
     }
@@ -353,6 +410,7 @@ impl Rendezvous {
     pub(crate) fn lose(&mut self, endpoints: &mut Endpoints, peer: Rank) {
         self.drop_pending_sends(endpoints, |pending| pending.to == peer);
         self.reads.lose(peer);
+        self.choices.lose(peer);
         self.recv_buffers.retain(|(from, _), _| *from != peer);
     }
 

@@ -97,26 +97,6 @@ impl Reads {
         reading.map(|reading| reading.buffer.completion)
     }
 
-    /// Whether one copy by this rank is faster than two, of which the sender makes one. They overlap run by run in a
-    /// ring that stays in the processors' caches, if the sender has nothing else to do.
-    pub(crate) fn is_faster(
-        address: MemoryAddress,
-        buffer: &RecvBuffer,
-        oversubscribed: bool,
-        team: Team,
-        is_sender_busy: impl FnOnce() -> bool,
-    ) -> bool {
-        match buffer.action {
-            _ if address.segment.is_some() => true,
-            // The sender has one thread to copy into the ring.
-            _ if !team.is_alone() => true,
-            // Combined as they come out of the ring, elements are not copied here at all.
-            RecvAction::Reduce(..) => oversubscribed,
-            RecvAction::Store if buffer.region.len() < OVERLAP_BYTES => true,
-            RecvAction::Store => is_sender_busy(),
-        }
-    }
-
     /// Reads on in the message at `index`, a bounded amount. A message that has come to its end leaves the list.
     pub(crate) fn read_on(&mut self, index: usize, endpoints: &mut Endpoints, team: Team) -> ReadEnd {
         let Reads { list, invalidated, bounce } = self;
@@ -214,9 +194,6 @@ fn read_some(
     }
     Ok(if buffer.is_full() { Read::All } else { Read::Some })
 }
-
-/// From which length on two copies that overlap are faster than one.
-const OVERLAP_BYTES: usize = 64 * 1024;
 
 /// How much of a message is read before other messages get their turn.
 const BYTES_PER_TURN: usize = 1 << 20;

@@ -380,7 +380,7 @@ impl Windows {
         let header = Header::control(FrameKind::Get, MatchSpace::PointToPoint, window.0, token, into.len() as u64);
         let header = Header { signature: Signature { count: offset as u64, ..Signature::default() }, ..header };
         let completion = Completion { op: OpId::RmaOp(id), step: 0 };
-        ctx.rndv.expect(peer, token, RecvBuffer { region: into, action: RecvAction::Store, completion, received: 0 });
+        ctx.rndv.expect(peer, token, RecvBuffer::new(into, RecvAction::Store, completion));
         Queued { id, header, body: Body::Empty, completion: Completion::NONE }
     }
 
@@ -486,7 +486,7 @@ impl Windows {
     pub(crate) fn put_arrives(&self, ctx: &OpContext, from: Rank, header: Header) -> Sink {
         let Some(region) = self.exposed_part(ctx, from, header, header.token) else { return Sink::Discard };
         let completion = Completion { op: OpId::Window(header.key), step: 0 };
-        Sink::Buffer(RecvBuffer { region, action: RecvAction::Store, completion, received: 0 })
+        Sink::Buffer(RecvBuffer::new(region, RecvAction::Store, completion))
     }
 
     pub(crate) fn accumulate_arrives(&self, ctx: &OpContext, from: Rank, header: Header) -> Sink {
@@ -662,7 +662,7 @@ impl Windows {
 fn adder(region: Region, window: WindowId, dtype: DType) -> RecvBuffer {
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, dtype));
     let completion = Completion { op: OpId::Window(window.0), step: 0 };
-    RecvBuffer { region, action, completion, received: 0 }
+    RecvBuffer::new(region, action, completion)
 }
 
 /// Tokens of gets have this bit, which the tokens that their targets give messages never reach.

@@ -1,5 +1,6 @@
 //! System calls and the unsafe code that they need, behind safe interfaces.
 
+pub(crate) mod cache;
 pub mod cma;
 pub mod cuda;
 pub mod exit;

@@ -1,4 +1,4 @@
-//! How readers of shared memory rings leave the cache lines that they have read.
+//! How long messages come within a host, and how readers of rings leave the cache lines that they have read.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use ncclx_rs::{Communicator, Rank, ReduceOp, Tag};
 
 use crate::world::{Wire, world_hinted};
 
-/// What `comm` says of the ring through which the other rank's messages come.
-fn ring(comm: &Communicator) -> serde_json::Value {
+/// What `comm` says of how the other rank's messages come.
+fn told(comm: &Communicator, of: &str) -> serde_json::Value {
     let dump: serde_json::Value = serde_json::from_str(&comm.dump("asked for")).expect("JSON");
-    dump["peers"][0]["ring"].clone()
+    dump["peers"][0][of].clone()
 }
 
 /// Messages of all lengths one way, and sums both ways, through rings as `setting` has them read.
@@ -30,7 +30,7 @@ fn traffic(setting: &'static str) -> Vec<serde_json::Value> {
             let expected = (0..len as u32).map(|index| (index % 1000 * 2 + 1) as f32);
             assert!(sums.into_iter().eq(expected), "a sum of {len} numbers");
         }
-        ring(comm)
+        told(comm, "ring")
     })
 }
 
@@ -48,5 +48,46 @@ fn a_rank_measures_both_ways_and_keeps_the_cheaper() {
     for ring in traffic("auto") {
         let cost = |lines: &str| ring[lines].as_u64().unwrap_or_else(|| panic!("{lines} was not measured: {ring}"));
         assert!(cost("shared") > 0 && cost("owned") > 0, "{ring}");
+    }
+}
+
+/// So many broadcasts of 1 MiB, in parts, and messages of 256 KiB, from rank 0; what rank 1 tells of its long messages.
+fn long_messages(setting: &'static str, count: usize) -> serde_json::Value {
+    let hints = [("single_copy", setting), ("single_copy_bytes", "65536")];
+    let told = world_hinted(Wire::Shm, 2, Duration::from_secs(60), &hints, move |comm| {
+        for round in 0..count {
+            let ramp = |len: usize| (0..len).map(|index| (index * 7 + round) as u8).collect::<Vec<_>>();
+            let is_root = comm.rank() == Rank(0);
+            let mut bytes = if is_root { ramp(1 << 20) } else { vec![0; 1 << 20] };
+            comm.broadcast(&mut bytes, Rank(0)).expect("the other rank");
+            assert!(bytes == ramp(1 << 20), "broadcast {round}");
+            let message = &mut bytes[..256 << 10];
+            if is_root {
+                comm.send(message, Rank(1), Tag(0)).expect("a receiver");
+            } else {
+                message.fill(0);
+                comm.recv(message, Rank(0), Tag(0)).expect("a sender");
+                assert!(*message == ramp(256 << 10), "message {round}");
+            }
+        }
+        told(comm, "copies")
+    });
+    told[1].clone()
+}
+
+#[test]
+fn a_rank_measures_for_each_size_whether_to_read_messages_or_to_take_them_from_the_ring() {
+    let told = long_messages("auto", 64);
+    let sizes: Vec<_> = told.as_array().expect("a list").iter().map(|kind| kind["bytes"].as_u64()).collect();
+    assert_eq!(sizes, [Some(256 << 10), Some(1 << 20)], "{told}");
+    for kind in told.as_array().expect("a list") {
+        assert!(kind["ring"].as_u64() > Some(0) && kind["single"].as_u64() > Some(0), "{told}");
+    }
+}
+
+#[test]
+fn a_setting_says_how_long_messages_come() {
+    for setting in ["on", "off"] {
+        assert_eq!(long_messages(setting, 4), serde_json::json!([]), "nothing is measured");
     }
 }

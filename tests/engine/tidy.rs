@@ -55,6 +55,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.
+            &["copying"],
             &["single_copy", "rndv", "buffered_send", "remote_reads"],
             // Protocols, none of which sees another.
             &["context", "collective", "device_accesses", "device_messages", "message", "relay", "window"],

@@ -3,11 +3,16 @@
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::config::Switch;
+use crate::engine::body::Body;
+use crate::engine::context::OpContext;
+use crate::engine::copying::OVERLAP_BYTES;
 use crate::engine::frame::{Header, RtrReason};
 use crate::engine::message::Direction;
 use crate::engine::mock_peer::Harness;
 use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, Words};
+use crate::engine::rndv::Known;
 use crate::types::{DType, ReduceOp, Source};
 use crate::work::Work;
 
@@ -209,15 +214,71 @@ fn a_long_message_is_asked_for_where_its_sender_has_the_time() {
 }
 
 #[test]
-fn what_is_combined_is_read_where_ranks_share_cores() {
-    let mut words = Words::new(vec![0; 20_000]);
-    let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
-    let buffer =
-        RecvBuffer { region: Region::of(&[words.buffer()]), action, completion: Completion::NONE, received: 0 };
-    for oversubscribed in [false, true] {
-        let address = MemoryAddress { address: 1, segment: None };
-        assert_eq!(Reads::is_faster(address, &buffer, oversubscribed, Team::ALONE, || true), oversubscribed);
-        assert!(Reads::is_faster(address, &buffer, oversubscribed, Team::of(1), || false), "by several threads");
+fn a_setting_says_whether_messages_are_read() {
+    for (single_copy, kind) in [(Switch::On, FrameKind::Ats), (Switch::Off, FrameKind::Rtr)] {
+        for len in [1, OVERLAP_BYTES / 8] {
+            let message: Vec<u64> = (0..len as u64).collect();
+            let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; len]));
+            harness.engine.context.rndv.single_copy = single_copy;
+            let _work = harness.receive(&mut words);
+            harness.rts(&message, len);
+            assert_eq!(harness.sent()[0].kind, kind, "{len} words");
+        }
+    }
+}
+
+#[test]
+fn what_a_busy_sender_has_is_read_and_not_measured() {
+    let len = OVERLAP_BYTES / 8;
+    let message: Vec<u64> = (0..len as u64).collect();
+    let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; len]));
+    for _ in 0..20 {
+        let work = harness.receive(&mut words);
+        harness.offer_while(true, &message, len);
+        assert!(harness.sent()[0].kind == FrameKind::Ats && work.is_done());
+    }
+    assert_eq!(harness.engine.context.rndv.copy_stats(Rank(1)), []);
+}
+
+#[test]
+fn a_message_that_comes_partly_one_way_and_partly_the_other_is_not_measured() {
+    let mut words = Words::new(vec![0; 3]);
+    for is_withdrawn in [false, true] {
+        let mut harness = Harness::new();
+        for _ in 0..20 {
+            let work = harness.receive(&mut words);
+            harness.wire().invalidations += u64::from(is_withdrawn);
+            harness.rts(if is_withdrawn { &[7, 8, 9] } else { &[7, 8] }, 3);
+            if is_withdrawn {
+                harness.tell(FrameKind::Invalidated, TOKEN, &[]);
+            }
+            let asked = harness.sent();
+            assert_eq!(asked[0].kind, FrameKind::Rtr);
+            harness.tell(FrameKind::Data, TOKEN, &[7, 8, 9][asked[0].len as usize / 8..]);
+            assert!(work.is_done());
+        }
+        let stats = serde_json::to_value(harness.engine.context.rndv.copy_stats(Rank(1))).expect("JSON");
+        assert_eq!((&stats[0]["ring"], &stats[0]["single"]), (&serde_json::Value::Null, &serde_json::Value::Null));
+    }
+}
+
+#[test]
+fn what_one_thread_has_just_written_is_not_offered_where_ranks_have_cores() {
+    for (is_cache_hot, oversubscribed, team, is_offered) in [
+        (true, false, Team::ALONE, false),
+        (true, true, Team::ALONE, true),
+        (true, false, Team::of(1), true),
+        (false, false, Team::ALONE, true),
+    ] {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![7]));
+        let OpContext { rndv, endpoints, .. } = &mut harness.engine.context;
+        (rndv.oversubscribed, rndv.team) = (oversubscribed, team);
+        endpoints.connect(Rank(1));
+        let header = Header::control(FrameKind::Eager, MatchSpace::Collective, 0, 0, 8);
+        let (body, known) = (Body::of(Region::of(&[words.buffer()])), Known { is_asked: false, is_cache_hot });
+        rndv.send_long(endpoints, Rank(1), header, body, Completion::NONE, known);
+        let [announced] = harness.sent().try_into().expect("one frame");
+        assert_eq!((announced.kind, announced.address.is_some()), (FrameKind::Rts, is_offered));
     }
 }
 
@@ -228,7 +289,7 @@ fn reductions_combine_what_they_read_once() {
     let inbox = harness.engine.context.endpoints.inbox(Rank(1)).expect("a stream");
     let completion = Completion::NONE;
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
-    let buffer = RecvBuffer { region: Region::of(&[words.buffer()]), action, completion, received: 0 };
+    let buffer = RecvBuffer::new(Region::of(&[words.buffer()]), action, completion);
     let address = MemoryAddress { address: 1, segment: None };
     let mut reading = Reading { from: Rank(1), token: TOKEN, match_space: MatchSpace::Collective, address, buffer };
     assert!(matches!(read_some(&mut reading, inbox, 0, &mut Vec::new(), Team::of(3)), Ok(Read::All)));

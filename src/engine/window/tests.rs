@@ -75,11 +75,7 @@ fn half_an_element_does_not_hold_up_the_stream() {
     let (mut harness, mut sum) = (Harness::new(), Words::new(vec![0; 2]));
     let region = Region::of(&[sum.buffer()]);
     let action = RecvAction::Reduce(Operands::Elements(ReduceOp::Sum, DType::U64));
-    harness.peer.engine.context.rndv.expect(
-        Rank(1),
-        5,
-        RecvBuffer { region, action, completion: Completion::NONE, received: 0 },
-    );
+    harness.peer.engine.context.rndv.expect(Rank(1), 5, RecvBuffer::new(region, action, Completion::NONE));
     harness.send(&Harness::header(FrameKind::Data, 0, 5, 4));
     harness.send(&[1; 4]);
     harness.send(&Harness::header(FrameKind::Signal, harness.window.0, 0, 0));

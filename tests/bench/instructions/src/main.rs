@@ -50,7 +50,12 @@ fn join<T: Send>(
     let store = Arc::new(MemoryStore::default());
     let run = |number: usize| -> Result<T, Box<dyn Error + Send + Sync>> {
         // Under valgrind, what a copy costs says nothing.
-        let hints = [("transport", transport), ("spin_microseconds", "0"), ("shm_line_ownership", "off")];
+        let hints = [
+            ("transport", transport),
+            ("spin_microseconds", "0"),
+            ("shm_line_ownership", "off"),
+            ("single_copy", "on"),
+        ];
         let comm = Communicator::new(CommOptions {
             name: "instructions".into(),
             rank: Rank::from(number),

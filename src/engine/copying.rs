@@ -1,0 +1,331 @@
+//! Whether a long message within a host goes through the ring or is read where it lies, decided from what messages cost.
+//!
+//! The ring takes two copies, which overlap piece by piece. Reading takes one, and a call of the system, page by page. Which is
+//! faster depends on the processor, on the distance of the cores, on the length, and on where the message is: one that its sender
+//! has just written lies in the cache of that core. So the receiver measures how long messages take from when they can come, and
+//! chooses for each sender and size of operations. All messages of an operation come the same way, since they wait for each
+//! other. No other rank needs to know of it.
+
+use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
+use serde::Serialize;
+use smallvec::SmallVec;
+
+use crate::engine::completion::OpId;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Timed};
+use crate::sys::team::Team;
+use crate::types::Rank;
+
+/// How a message gets into the receiver's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copying {
+    /// The sender copies it into the ring, the receiver out of it.
+    Ring,
+    /// The receiver reads it where it lies.
+    Single,
+}
+
+impl Copying {
+    fn other(self) -> Copying {
+        match self {
+            Copying::Ring => Copying::Single,
+            Copying::Single => Copying::Ring,
+        }
+    }
+
+    /// The way that is probably the faster. The two copies of the ring overlap, if the sender has nothing else to do.
+    pub(crate) fn expected(buffer: &RecvBuffer, is_sender_busy: bool, oversubscribed: bool, team: Team) -> Copying {
+        let is_single = match buffer.action {
+            // The sender has one thread to copy into the ring.
+            _ if !team.is_alone() => true,
+            // Combined as they come out of the ring, elements are not copied here at all.
+            RecvAction::Reduce(..) => oversubscribed,
+            RecvAction::Store => is_sender_busy || buffer.region.len() < OVERLAP_BYTES,
+        };
+        if is_single { Copying::Single } else { Copying::Ring }
+    }
+}
+
+/// From which length on two copies that overlap are probably faster than one.
+pub(crate) const OVERLAP_BYTES: usize = 64 * 1024;
+
+/// Messages that are alike: from whom, of operations from how many bytes on, as a power of two, and whether they are combined with
+/// what is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Class {
+    from: Rank,
+    log2: u8,
+    is_reduced: bool,
+}
+
+impl Class {
+    fn of(from: Rank, buffer: &RecvBuffer, operation_bytes: usize) -> Class {
+        let is_reduced = matches!(buffer.action, RecvAction::Reduce(..));
+        Class { from, log2: operation_bytes.max(1).ilog2() as u8, is_reduced }
+    }
+}
+
+/// What long messages of each kind have cost.
+#[derive(Debug, Default)]
+pub(crate) struct Choices {
+    by_class: FxHashMap<Class, Choice>,
+}
+
+/// What is known of the messages of one kind that a rank sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct CopyStats {
+    /// Their operations are of at least so many bytes, and of less than twice as many.
+    bytes: u64,
+    /// Whether they are combined with what is there.
+    reduced: bool,
+    /// How the next one comes: through the `ring`, or by a `single` copy.
+    copying: &'static str,
+    /// What a byte cost through the ring, and when it was read, in picoseconds, where it was measured.
+    ring: Option<u32>,
+    single: Option<u32>,
+}
+
+impl Choices {
+    /// How a message of `from` is to come, and notes in its buffer that it can come now. `first` is tried first.
+    pub(crate) fn choose(
+        &mut self,
+        from: Rank,
+        buffer: &mut RecvBuffer,
+        operation_bytes: usize,
+        first: Copying,
+        now: Instant,
+    ) -> Copying {
+        let class = Class::of(from, buffer, operation_bytes);
+        let choice = self.by_class.entry(class).or_insert_with(|| Choice::new(first));
+        choice.begin(buffer.completion.op);
+        buffer.timed = Some(Timed { since: now, operation_bytes, sample: choice.sample.number });
+        choice.sample.copying
+    }
+
+    /// A message has come whole, in the way that was chosen for it.
+    pub(crate) fn came(&mut self, from: Rank, buffer: &RecvBuffer, now: Instant) {
+        let Some(timed) = buffer.timed else { return };
+        if let Some(choice) = self.by_class.get_mut(&Class::of(from, buffer, timed.operation_bytes)) {
+            choice.sample.add(timed, buffer.region.len(), now);
+        }
+    }
+
+    /// Forgets `peer`, which is lost.
+    pub(crate) fn lose(&mut self, peer: Rank) {
+        self.by_class.retain(|class, _| class.from != peer);
+    }
+
+    /// What is known of the messages of `peer`, the shortest first.
+    pub(crate) fn stats(&self, peer: Rank) -> Vec<CopyStats> {
+        let of_peer = self.by_class.iter().filter(|(class, _)| class.from == peer);
+        let mut stats: Vec<CopyStats> = of_peer
+            .map(|(class, choice)| {
+                let [ring, single] = choice.costs;
+                let copying = match choice.next() {
+                    Copying::Ring => "ring",
+                    Copying::Single => "single",
+                };
+                CopyStats { bytes: 1 << class.log2, reduced: class.is_reduced, copying, ring, single }
+            })
+            .collect();
+        stats.sort_by_key(|stats| (stats.bytes, stats.reduced));
+        stats
+    }
+}
+
+/// What a message costs, in picoseconds a byte.
+type Cost = u32;
+
+/// Decides for messages that are alike.
+#[derive(Debug)]
+struct Choice {
+    state: State,
+    /// The way that was faster when both were tried, and how often in a row it has been. At first, the one to begin with.
+    kept: Copying,
+    confirmed: u32,
+    /// What each way cost when it was tried last, or used since, in the order of [`Copying`].
+    costs: [Option<Cost>; 2],
+    sample: Sample,
+}
+
+/// What comes one way at a time: the messages of an operation, or those of several that are in flight together.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    /// It is the so many'th.
+    number: u64,
+    copying: Copying,
+    /// The last operation.
+    op: Option<OpId>,
+    /// The messages that are to come, and that have come.
+    chosen: u32,
+    came: u32,
+    bytes: u64,
+    took: Duration,
+    /// When a message came last, of this sample or of one before.
+    end: Option<Instant>,
+}
+
+impl Sample {
+    fn new(number: u64, copying: Copying, end: Option<Instant>) -> Sample {
+        Sample { number, copying, op: None, chosen: 0, came: 0, bytes: 0, took: Duration::ZERO, end }
+    }
+
+    /// Whether another operation begins another sample. Messages of operations that were given up never come.
+    fn is_over(&self) -> bool {
+        self.came == self.chosen || self.chosen >= IN_FLIGHT_MAX
+    }
+
+    /// A message has come. While others came it was not its turn.
+    fn add(&mut self, timed: Timed, len: usize, now: Instant) {
+        let begin = self.end.map_or(timed.since, |end| end.max(timed.since));
+        self.end = Some(now);
+        if timed.sample == self.number {
+            self.took += now.saturating_duration_since(begin);
+            self.bytes += len as u64;
+            self.came += 1;
+        }
+    }
+
+    fn cost(&self) -> Option<Cost> {
+        let cost = (self.took.as_nanos() * 1000).checked_div(u128::from(self.bytes))?;
+        Some(Cost::try_from(cost).unwrap_or(Cost::MAX))
+    }
+}
+
+#[derive(Debug)]
+enum State {
+    /// Both ways are tried in turn.
+    Trial([Costs; 2]),
+    /// The faster one is kept, for so many operations by now, until `end` or until it costs much more than its `least`.
+    Kept { seen: Costs, operations: u32, end: u32, least: Cost },
+}
+
+/// What some operations whose messages came one way have cost, in order.
+#[derive(Clone, Debug, Default)]
+struct Costs(SmallVec<[Cost; TRIAL_MAX]>);
+
+impl Costs {
+    fn add(&mut self, cost: Cost) {
+        let place = self.0.partition_point(|other| *other < cost);
+        self.0.insert(place, cost);
+    }
+
+    /// Those during which no thread was off its core, as far as can be told. A way that has many of the others is not fast.
+    fn undisturbed(&self) -> &[Cost] {
+        let most = self.0.first().map_or(Cost::MAX, |least| least.saturating_mul(DISTURBED_FACTOR));
+        let count = self.0.partition_point(|cost| *cost <= most);
+        &self.0[..count.max(self.0.len() - self.0.len() / DISTURBED_ONE_IN)]
+    }
+
+    fn mean(&self) -> Cost {
+        let counted = self.undisturbed();
+        (counted.iter().map(|cost| u64::from(*cost)).sum::<u64>() / counted.len().max(1) as u64) as Cost
+    }
+
+    /// Whether each of these is less than each of `others`, and there are enough of both.
+    fn are_below(&self, others: &Costs) -> bool {
+        self.0.len() >= TRIAL_MIN && others.0.len() >= TRIAL_MIN && self.undisturbed().last() < others.0.first()
+    }
+
+    fn are_complete(&self) -> bool {
+        self.0.len() >= TRIAL_MAX
+    }
+}
+
+impl Choice {
+    fn new(first: Copying) -> Choice {
+        let sample = Sample::new(0, first, None);
+        Choice { state: State::Trial(Default::default()), kept: first, confirmed: 0, costs: [None; 2], sample }
+    }
+
+    /// A message of `op` is to come.
+    fn begin(&mut self, op: OpId) {
+        if self.sample.op != Some(op) && self.sample.is_over() {
+            if let Some(cost) = self.sample.cost() {
+                self.came(self.sample.copying, cost);
+            }
+            self.sample = Sample::new(self.sample.number + 1, self.next(), self.sample.end);
+        }
+        self.sample.op = Some(op);
+        self.sample.chosen += 1;
+    }
+
+    /// How the next operation's messages are to come.
+    fn next(&self) -> Copying {
+        let Choice { kept, .. } = *self;
+        match &self.state {
+            State::Trial(seen) if seen[kept as usize].0.len() > seen[kept.other() as usize].0.len() => kept.other(),
+            _ => kept,
+        }
+    }
+
+    /// An operation's messages have come so, and cost so much.
+    fn came(&mut self, copying: Copying, cost: Cost) {
+        match &mut self.state {
+            State::Trial(seen) => {
+                seen[copying as usize].add(cost);
+                let [ring, single] = &*seen;
+                if ring.are_below(single) || single.are_below(ring) || ring.are_complete() && single.are_complete() {
+                    let tried = ring.0.len().max(single.0.len());
+                    self.costs = [ring, single].map(|costs| Some(costs.mean()));
+                    self.compare(tried as u64);
+                }
+            }
+            State::Kept { seen, operations, end, least } => {
+                *operations += 1;
+                seen.add(cost);
+                let mut is_due = *operations > *end;
+                if seen.are_complete() {
+                    let cost = std::mem::take(seen).mean();
+                    self.costs[copying as usize] = Some(cost);
+                    is_due |= *operations > *end / CALM_ONE_IN && u64::from(cost) * 2 > u64::from(*least) * 3;
+                    *least = cost.min(*least);
+                }
+                if is_due {
+                    self.state = State::Trial(Default::default());
+                }
+            }
+        }
+    }
+
+    /// Keeps the faster way, now that so many operations have gone each way.
+    fn compare(&mut self, tried: u64) {
+        let [ring, single] = self.costs.map(|cost| u64::from(cost.unwrap_or(Cost::MAX)));
+        let (faster, least) = if single < ring { (Copying::Single, single) } else { (Copying::Ring, ring) };
+        self.confirmed = if self.kept == faster { self.confirmed + 1 } else { 0 };
+        self.kept = faster;
+        // What a trial loses, in operations.
+        let loss = tried * ring.abs_diff(single) / least.max(1);
+        let interval = (loss * LOSS_ONE_IN).clamp(u64::from(INTERVAL_MIN), u64::from(INTERVAL_MAX)) as u32;
+        // Rarely at last, but not at once: both may have been measured badly.
+        let end = interval.min(INTERVAL_MIN.saturating_mul(1 << self.confirmed.min(16)));
+        self.state = State::Kept { seen: Costs::default(), operations: 0, end, least: least as Cost };
+    }
+}
+
+/// How many operations go each way in a trial: so many if all are faster one way, and at most.
+const TRIAL_MIN: usize = 4;
+const TRIAL_MAX: usize = 16;
+
+/// One that took so many times as long as another one was held up.
+const DISTURBED_FACTOR: Cost = 8;
+
+/// One in so many is left out for that at most.
+const DISTURBED_ONE_IN: usize = 4;
+
+/// So many messages of different operations make a sample at most.
+const IN_FLIGHT_MAX: u32 = 64;
+
+/// What trials may lose: one in so many operations.
+const LOSS_ONE_IN: u64 = 100;
+
+/// The fewest and the most operations between trials.
+const INTERVAL_MIN: u32 = 256;
+const INTERVAL_MAX: u32 = 16384;
+
+/// One in so many of these pass before a cost that has risen is a reason to try earlier: it also depends on who wrote a message when.
+const CALM_ONE_IN: u32 = 4;
+
+#[cfg(test)]
+mod tests;
