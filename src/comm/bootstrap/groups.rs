@@ -11,7 +11,7 @@ use crate::types::Rank;
 /// Worlds of so many ranks and more are cut into groups.
 const CUT_FROM: usize = 512;
 
-/// The ranks of a group. Up to 113,000 ranks, neither rank 0 nor a leader has more than a thousand connections at once.
+/// The ranks of a group. Up to about 111,800 ranks, neither rank 0 nor a leader has more than a thousand connections at once.
 const GROUP_RANKS: usize = 128;
 
 /// How a world is cut.
@@ -44,7 +44,7 @@ impl Groups {
     /// Who joins through `rank`; nobody if it is no leader, or is rank 0.
     pub(super) fn members(&self, rank: Rank) -> Range<u32> {
         let first = rank.index();
-        if first == 0 || !first.is_multiple_of(self.ranks) {
+        if first == 0 || first >= self.size || !first.is_multiple_of(self.ranks) {
             return 0..0;
         }
         rank.0 + 1..Rank::from((first + self.ranks).min(self.size)).0
@@ -81,5 +81,6 @@ mod tests {
         assert!(!Groups::of(641).leads(Rank(640)), "a group of one rank has no leader");
         // A rank of another world size may be beyond this one.
         assert!(Groups::of(512).members(Rank(1024)).is_empty() && Groups::one(7).members(Rank(14)).is_empty());
+        assert!([1, 3].into_iter().all(|size| Groups::one(size).members(Rank(u32::MAX)).is_empty()));
     }
 }

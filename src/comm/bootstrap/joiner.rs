@@ -36,20 +36,27 @@ const REFUSALS_MAX: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
+/// The pause before the record of a leader that has ended is read again.
+const FIRST_REREAD: Duration = Duration::from_millis(100);
+
 /// Reads from the store where rank 0 or the leader listens, and joins there.
 pub(super) fn join_root(
     context: &JoinContext<'_>,
     mut describe: impl FnMut(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
+    let at = context.groups.listener_of(context.rank);
+    let mut unreached = None;
     loop {
-        let found =
-            find(context).inspect_err(|error| leader::say_why(context, RootRecord::Ended(JoinFailure::of(error))))?;
-        let outcome = join_at(context, found, &mut describe);
-        // Where another rank is what cannot be reached, rank 0 was the right one.
-        let is_elsewhere =
-            matches!(outcome, Err(InitError::Unreachable { rank: 0, .. })) && context.store.skip_earlier_value();
-        if !is_elsewhere {
-            return outcome;
+        let found = find(context, unreached.take());
+        let found = found.inspect_err(|error| leader::say_why(context, RootRecord::Ended(JoinFailure::of(error))))?;
+        let comm_id = found.1.keys.comm_id;
+        match join_at(context, found, &mut describe) {
+            // Where another rank is what cannot be reached, rank 0 was the right one.
+            Err(InitError::Unreachable { rank: 0, .. }) if context.store.skip_earlier_value() => {}
+            Err(error @ InitError::Unreachable { rank, .. }) if at != Rank(0) && at.0 == rank => {
+                unreached = Some((comm_id, error));
+            }
+            outcome => return outcome,
         }
     }
 }
@@ -61,25 +68,30 @@ fn join_at(
 ) -> Result<(Keys, World), InitError> {
     let (keys, prepared) = prepare_join(context, &build, &root, describe);
     // Without TLS, a rank that cannot join can still tell rank 0 why.
-    let (tls, described) = match prepared {
-        Ok(Prepared { tls, joiner, listener, group }) => (tls, Ok((joiner, listener, group))),
+    let framed = |request: JoinRequest| frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause));
+    let described =
+        prepared.and_then(|Prepared { tls, joiner, listener, group }| Ok((tls, framed(Ok(joiner))?, listener, group)));
+    let (tls, described) = match described {
+        Ok((tls, request, listener, group)) => (tls, Ok((request, listener, group))),
         Err(error) => (None, Err(error)),
     };
-    let request: JoinRequest = described.as_ref().map(|(joiner, ..)| joiner.clone()).map_err(InitError::to_string);
-    let request = frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause))?;
     let find = |rank: Rank, place: &Place, deadline| {
         let routes = routes(place, context.host).map_err(|cause| context.unreachable(rank, cause))?;
         connect_any(context, &keys, tls.as_ref(), rank, &routes, deadline)
     };
     let at = context.groups.listener_of(context.rank);
     let connected = find(at, &root.place, context.deadline);
-    let (listener, group) = match described {
-        Ok((_, listener, group)) => (listener, group),
+    let (request, listener, group) = match described {
+        Ok(described) => described,
         Err(error) => {
             let cause = format!("rank {} failed: {error}", context.rank);
             leader::say_why(context, RootRecord::Ended(JoinFailure::Refused { cause }));
             // Best effort: the other ranks learn of it now, or when their time is over.
-            if let Err(unsent) = connected.map(|mut stream| stream.write_all(&request)) {
+            let told = connected.and_then(|mut stream| {
+                let sent = stream.write_all(&framed(Err(error.to_string()))?);
+                sent.map_err(|error| context.unreachable(at, error.to_string()))
+            });
+            if let Err(unsent) = told {
                 let (name, rank) = (context.name, context.rank);
                 log::warn!("communicator `{name}`: rank {at} could not be told that rank {rank} failed: {unsent}");
             }
@@ -89,8 +101,9 @@ fn join_at(
     if let (Err(error), true) = (&connected, tls.is_some()) {
         report_tls_failure(context, &keys, &root.place, error);
     }
-    // Rank 0 announces the outcome when its own time is over.
-    let timeout = root.timeout.saturating_add(REPLY_TIMEOUT);
+    // Rank 0 announces the outcome when its own time is over. A leader, which waits for that, says so if rank 0 does not.
+    let replies = if at == Rank(0) { REPLY_TIMEOUT } else { 2 * REPLY_TIMEOUT };
+    let timeout = root.timeout.saturating_add(replies);
     let reply = match group {
         None => connected
             .and_then(|mut stream| {
@@ -206,16 +219,32 @@ fn another_build(context: &JoinContext<'_>, root: &Build) -> InitError {
     context.config_error(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
 }
 
-/// Where this rank joins, and what rank 0 was built from.
-pub(super) fn find(context: &JoinContext<'_>) -> Result<(Build, RootAddress), InitError> {
+/// Where this rank joins, and what rank 0 was built from. Its leader could not be reached for the communicator in `unreached`.
+pub(super) fn find(
+    context: &JoinContext<'_>,
+    unreached: Option<([u8; 16], InitError)>,
+) -> Result<(Build, RootAddress), InitError> {
     let at = context.groups.listener_of(context.rank);
-    let found = read_record(context, at, context.deadline.saturating_duration_since(Instant::now()));
-    match found {
-        // A leader may be silent since rank 0 has not come, or has given up.
-        Err(error) if at != Rank(0) && Instant::now() >= context.deadline => {
-            read_record(context, Rank(0), STORE_TIMEOUT).and(Err(error))
+    let mut pause = FIRST_REREAD;
+    loop {
+        let found = read_record(context, at, context.deadline.saturating_duration_since(Instant::now()));
+        let (listening, error) = match (found, &unreached) {
+            (Ok((_, address)), Some((comm_id, error))) if address.keys.comm_id == *comm_id => {
+                (Some(*comm_id), error.clone())
+            }
+            (Err(error), _) if at != Rank(0) && !matches!(error, InitError::Store { .. }) => (None, error),
+            (found, _) => return found,
+        };
+        // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not come,
+        // or has given up.
+        match read_record(context, Rank(0), STORE_TIMEOUT) {
+            Ok((_, root)) if listening == Some(root.keys.comm_id) => return Err(error),
+            Err(ended) if !matches!(ended, InitError::Store { .. }) => return Err(ended),
+            _ if Instant::now() + pause >= context.deadline => return Err(error),
+            _ => {}
         }
-        found => found,
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }
 
@@ -239,8 +268,7 @@ fn read_record(context: &JoinContext<'_>, at: Rank, timeout: Duration) -> Result
         StoreRecord { root: RootRecord::Failed { cause }, .. } => Err(context.unreachable(Rank(0), cause)),
         StoreRecord { root: RootRecord::Ended(failure), .. } => Err(failure.into_error(context)),
         StoreRecord { root: RootRecord::RootEnded, .. } if at != Rank(0) => {
-            let root = read_record(context, Rank(0), STORE_TIMEOUT);
-            root.and(Err(context.unreachable(at, "rank 0 waits no longer, but does not say why")))
+            Err(context.unreachable(at, "rank 0 waits no longer, but does not say why"))
         }
         StoreRecord { root: RootRecord::RootEnded, .. } => {
             Err(context.store_failed(at, "the value is a leader's".to_owned()))

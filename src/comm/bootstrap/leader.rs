@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
 use super::groups::Groups;
-use super::protocol::{Keys, RELAYED_BYTES_MAX, Relayed, TABLE_BYTES_MAX, frame, frame_length};
+use super::protocol::{Keys, RELAYED_BYTES_MAX, RankInfo, Relayed, TABLE_BYTES_MAX, frame, frame_length};
 use super::reply::{JoinReply, REPLY_TIMEOUT};
 use super::server::{Event, Server};
 use crate::comm::framing::{ReadBuffer, WriteBuffer};
@@ -50,9 +50,14 @@ pub(super) fn lead(
 ) -> Result<(JoinReply, Vec<u8>), InitError> {
     let group = Groups::one(context.groups.members(context.rank).len());
     let failed = |error: io::Error| context.os_error("the connections of ranks that join through this one", &error);
-    let mut server = Server::new(context.name, group, keys, tls, listener).map_err(failed)?;
+    // Before any connection ends: a rank that finds none looks here once more.
+    let ended = |error: InitError| {
+        say_why(context, RootRecord::Ended(JoinFailure::of(&error)));
+        error
+    };
+    let mut server = Server::new(context.name, group, keys, tls, listener).map_err(|error| ended(failed(error)))?;
     let outcome = root.and_then(|root| relay(context, &mut server, root, timeout));
-    let outcome = outcome.map_err(|error| context.failure_in_store().unwrap_or(error));
+    let outcome = outcome.map_err(|error| ended(context.failure_in_store().unwrap_or(error)));
     // For whoever has no answer yet.
     let failure = match &outcome {
         Ok((JoinReply::Failed(failure), _)) => {
@@ -60,15 +65,16 @@ pub(super) fn lead(
             failure.clone()
         }
         Ok(_) => JoinFailure::Refused { cause: "all ranks have joined".to_owned() },
-        Err(error) => {
-            let failure = JoinFailure::of(error);
-            say_why(context, RootRecord::Ended(failure.clone()));
-            failure
-        }
+        Err(error) => JoinFailure::of(error),
     };
-    let message: Arc<[u8]> = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause))?.into();
-    server.finish(|_| vec![message.clone()], Instant::now() + REPLY_TIMEOUT).map_err(failed)?;
-    outcome
+    let message = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause));
+    let finished = message
+        .map(Arc::<[u8]>::from)
+        .and_then(|message| server.finish(|_| vec![message.clone()], Instant::now() + REPLY_TIMEOUT).map_err(failed));
+    match (outcome, finished) {
+        (Ok((JoinReply::Complete(_) | JoinReply::Ask { .. }, _)), Err(error)) => Err(ended(error)),
+        (outcome, _) => outcome,
+    }
 }
 
 fn relay(
@@ -97,11 +103,12 @@ fn relay(
         }
         for event in server.turn(deadline).map_err(serving)? {
             let told = match event {
-                Event::Joined(rank, _) | Event::Left(rank) if !members.contains(&rank.0) => {
-                    let (name, own) = (context.name, context.rank);
-                    log::warn!("communicator `{name}`: rank {rank} came to rank {own}, which does not lead it");
-                    continue;
+                Event::Joined(rank, joined) if !members.contains(&rank.0) => {
+                    let cause = joined.map_or_else(|cause| cause, |joiner| stranger(context, &joiner.info));
+                    // A leader speaks for its own ranks alone. Rank 0 tells all, this one too.
+                    Relayed { rank: Rank(members.start), joined: Some(Err(cause)) }
                 }
+                Event::Left(rank) if !members.contains(&rank.0) => continue,
                 Event::Joined(rank, joined) => Relayed { rank, joined: Some(joined.map(|joiner| *joiner)) },
                 Event::Left(rank) => Relayed { rank, joined: None },
                 Event::Answered(_) => continue,
@@ -109,6 +116,16 @@ fn relay(
             root.tell(&told).map_err(|cause| context.config_error(cause))?;
         }
     }
+}
+
+/// Why a rank cannot take part that has come to this leader, but is not of its group.
+fn stranger(context: &JoinContext<'_>, info: &RankInfo) -> String {
+    let RankInfo { rank, host_id: host, world_size: theirs, .. } = info;
+    let (own, size) = (context.rank, context.size);
+    if *theirs as usize == size {
+        return format!("rank {rank} on host `{host}` came to rank {own}, which does not lead it");
+    }
+    format!("rank {rank} on host `{host}` has world size {theirs}, rank {own} has {size}")
 }
 
 /// The messages to the ranks of a group, as rank 0 would send them.

@@ -63,8 +63,10 @@ pub(super) fn serve(
     };
     // Where one beyond the world has come, all have failed alike.
     let answer = |rank: Rank| answers[rank.index().min(context.size - 1)].clone();
-    server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening)?;
-    Ok((keys, outcome?))
+    let finished = server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening);
+    let world = outcome?;
+    finished?;
+    Ok((keys, world))
 }
 
 /// The messages to each rank: the table, or from which rank to get it; to a leader what to tell its members, and then its own. To

@@ -94,7 +94,7 @@ fn join_and_end(store: &MemoryStore, end: End) {
         host: &host,
         deadline,
     };
-    let (_, root) = joiner::find(&context).expect("rank 0 is there");
+    let (_, root) = joiner::find(&context, None).expect("rank 0 is there");
     let (listener, place) = context.listen().expect("a port");
     let request: JoinRequest = Ok(Joiner { info: info(FIRST, &host), place: Some(place) });
     let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
