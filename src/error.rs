@@ -36,12 +36,14 @@ pub enum InitError {
         cause: String,
     },
     /// Ranks did not join within the bootstrap timeout.
-    #[error("communicator `{comm}`: ranks {missing:?} did not join within {waited:?}")]
+    #[error("communicator `{comm}`: ranks {missing:?} did not join within {waited:?}{}", others_of(leaders))]
     Missing {
         /// The communicator's name.
         comm: String,
         /// The ranks that did not join.
         missing: Vec<u32>,
+        /// Those of them through which others would have joined, in a large world. These cannot come without.
+        leaders: Vec<u32>,
         /// How long they were waited for.
         waited: Duration,
     },
@@ -65,6 +67,10 @@ pub enum InitError {
         /// What the system said.
         cause: String,
     },
+}
+
+fn others_of(leaders: &[u32]) -> String {
+    if leaders.is_empty() { String::new() } else { format!("; others cannot join without {leaders:?}") }
 }
 
 /// What an error means to the caller, for code that translates errors. Every error has one.

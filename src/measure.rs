@@ -49,6 +49,8 @@ pub struct Measured {
     pub copy_per_byte: f64,
     /// What it takes to let a rank in that joins; see [`Start`].
     pub admit: f64,
+    /// What it takes rank 0 to let a rank in that joins through another one.
+    pub relay: f64,
     /// What it takes to write or read what the table of all ranks says of one.
     pub table_per_rank: f64,
 }
@@ -100,6 +102,7 @@ fn combined(one: &Seen, other: &Seen, start: &Start) -> Measured {
         reduce_per_byte: mean(|seen| seen.reduce_per_byte),
         copy_per_byte: mean(|seen| seen.copy_per_byte),
         admit: start.admit.seconds(),
+        relay: start.relay.seconds(),
         table_per_rank: start.table_per_rank.seconds(),
     }
 }
@@ -244,8 +247,10 @@ mod tests {
     fn every_parameter_is_measured() {
         let found = measure().unwrap();
         assert!(found.latency.is_finite() && found.latency >= 0.0);
-        let Measured { overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank, .. } = found;
-        for figure in [overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank] {
+        let Measured {
+            overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, relay, table_per_rank, ..
+        } = found;
+        for figure in [overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, relay, table_per_rank] {
             assert!(figure.is_finite() && figure > 0.0, "{figure}");
         }
     }

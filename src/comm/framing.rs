@@ -1,6 +1,7 @@
 //! Whole messages over sockets: with a deadline where a thread may wait, and without blocking where one thread serves many
 //! connections.
 
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::{Duration, Instant};
 
@@ -44,27 +45,38 @@ impl ReadBuffer {
     }
 }
 
-/// A message to be written to a socket that does not block.
+/// Messages to be written to a socket that does not block.
 #[derive(Default)]
 pub(super) struct WriteBuffer {
-    bytes: Arc<[u8]>,
+    messages: VecDeque<Arc<[u8]>>,
+    /// How many bytes of the first are sent.
     sent: usize,
 }
 
 impl WriteBuffer {
     pub(super) fn new(bytes: Arc<[u8]>) -> Self {
-        WriteBuffer { bytes, sent: 0 }
+        WriteBuffer { messages: [bytes].into(), sent: 0 }
+    }
+
+    /// Adds a message behind the others.
+    pub(super) fn push(&mut self, bytes: Arc<[u8]>) {
+        self.messages.push_back(bytes);
     }
 
     /// Whether every byte is sent.
     pub(super) fn is_empty(&self) -> bool {
-        self.sent == self.bytes.len()
+        self.messages.is_empty()
     }
 
     /// Writes as many bytes as the socket takes.
     pub(super) fn send(&mut self, to: &mut impl Write) -> io::Result<()> {
-        while !self.is_empty() {
-            match to.write(&self.bytes[self.sent..]) {
+        while let Some(message) = self.messages.front() {
+            if self.sent == message.len() {
+                self.messages.pop_front();
+                self.sent = 0;
+                continue;
+            }
+            match to.write(&message[self.sent..]) {
                 Ok(count) => self.sent += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}

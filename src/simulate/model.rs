@@ -64,6 +64,8 @@ pub struct Model {
 pub struct Start {
     /// How long a rank that joins keeps the processor of the rank that takes it in.
     pub admit: Time,
+    /// How long a rank that joins through another one keeps the processor of rank 0.
+    pub relay: Time,
     /// What a rank takes to write or read what the table of all ranks says of one.
     pub table_per_rank: Time,
 }
@@ -129,10 +131,15 @@ fn start(value: Value) -> Result<Start, String> {
     #[serde(deny_unknown_fields)]
     struct Seconds {
         admit: f64,
+        relay: f64,
         table_per_rank: f64,
     }
     let seconds: Seconds = read(value)?;
-    Ok(Start { admit: time("admit", seconds.admit)?, table_per_rank: time("table_per_rank", seconds.table_per_rank)? })
+    Ok(Start {
+        admit: time("admit", seconds.admit)?,
+        relay: time("relay", seconds.relay)?,
+        table_per_rank: time("table_per_rank", seconds.table_per_rank)?,
+    })
 }
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T, String> {
@@ -154,7 +161,7 @@ mod tests {
     const FILE: &str = r#"{"version": 1, "note": "here", "reduce_per_byte": 1e-10, "copy_per_byte": 5e-11,
         "within_host": {"latency": 1e-6, "overhead": 2e-7, "gap": 3e-7, "gap_per_byte": 1e-10},
         "between_hosts": {"latency": 2e-6, "overhead": 1e-6, "gap": 0, "gap_per_byte": 8e-11},
-        "start": {"admit": 1e-5, "table_per_rank": 2e-6}}"#;
+        "start": {"admit": 1e-5, "relay": 3e-6, "table_per_rank": 2e-6}}"#;
 
     #[test]
     fn seconds_become_femtoseconds() {
@@ -184,6 +191,7 @@ mod tests {
         assert!(wrong("\"gap\": 0", "\"gaps\": 0").starts_with("between_hosts: unknown field `gaps`"));
         assert!(wrong("2e-6", "\"2\"").starts_with("between_hosts: invalid type: string \"2\""));
         assert!(wrong("\"admit\"", "\"admits\"").starts_with("start: unknown field `admits`"));
+        assert_eq!(wrong("\"relay\": 3e-6, ", ""), "start: missing field `relay`");
         assert!(
             wrong("\"gap\": 0", "\"gap\": 0, \"eager_bytes\": -1")
                 .starts_with("between_hosts: invalid value: integer `-1`")

@@ -98,15 +98,16 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/comm/bootstrap/",
         &[
-            &["build", "tree"],
-            &["protocol"],
+            &["build", "groups"],
+            &["protocol", "tree"],
             &["context", "roster", "server", "table"],
             &["reply"],
-            &["relay"],
+            &["leader", "relay"],
             &["joiner", "root"],
             &["simulated"],
             &["measured"],
             &["fuzz", "tests"],
+            &["leader_tests"],
         ],
     ),
     (

@@ -26,7 +26,7 @@ LINKS = {
     "within_host": {"latency": 5e-7, "overhead": 2e-7, "gap": 1e-7, "gap_per_byte": 1e-10},
     "between_hosts": {"latency": 2.5e-6, "overhead": 1.5e-6, "gap": 1e-6, "gap_per_byte": 8e-11},
 }
-START = {"admit": 4e-5, "table_per_rank": 3e-6}
+START = {"admit": 4e-5, "relay": 1e-5, "table_per_rank": 3e-6}
 PARAMETERS = {"version": 1, "note": "a test", "reduce_per_byte": 1e-10, **LINKS, "start": START}
 
 
@@ -127,10 +127,12 @@ def test_the_start_of_a_world_has_a_time_and_counts(parameters: Path, capsys: py
     assert told["schema"] == simulate.SCHEMA and told["late"] == {"3": 60.0}
     few, many = told["starts"]
     assert [(one["ranks"], one["hosts"]) for one in (few, many)] == [(8, 1), (4096, 512)]
-    # Rank 0 takes one after the other in, and tells each of them once; the others wait for who is late.
-    assert 4095 * START["admit"] < many["seconds"] - many["late_costs"] < 2 * 4095 * START["admit"]
+    # Rank 0 takes those of its group and 31 leaders in, and hears of the others, one after the other. Then the table goes down.
+    joined = (127 + 31) * START["admit"] + 31 * 127 * START["relay"]
+    assert joined < many["seconds"] - many["late_costs"] < joined + 7 * 4096 * START["table_per_rank"]
     assert all(59 < one["late_costs"] < one["seconds"] < 61 for one in (few, many))
-    assert many["rank_messages_max"] == 3 * 4095 and few["rank_messages_max"] == 3 * 7
+    # Rank 0 of a few tells each of them once. A leader joins, takes 127 in, and passes the table to 16 hosts and its own.
+    assert many["rank_messages_max"] == 4 + 4 * 127 + 3 * (16 + 7) and few["rank_messages_max"] == 3 * 7
     # The table goes down a tree of which no rank has more than 32 below it, and of a rank it says less than 100 bytes.
     assert few["bytes"] < many["bytes"] < 100 * 4096
     assert many["rank_bytes_max"] < 32 * many["bytes"] + 4095 * 1000

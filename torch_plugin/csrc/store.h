@@ -1,4 +1,4 @@
-// A c10d::Store for the engine, which writes one value and reads one.
+// A c10d::Store for the engine. Rank 0 writes a value, and others read one; a leader of a large world writes one and reads one or two.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

@@ -94,7 +94,7 @@ fn told<'py>(py: Python<'py>, report: &Report, ranks_per_host: usize, hosts: usi
 #[pyfunction]
 fn measure_parameters(py: Python<'_>) -> PyResult<Vec<(&'static str, f64)>> {
     let found = py.detach(measure).map_err(|error| PyRuntimeError::new_err(format!("measure_parameters: {error}")))?;
-    let Measured { latency, overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, table_per_rank } =
+    let Measured { latency, overhead, gap, gap_per_byte, reduce_per_byte, copy_per_byte, admit, relay, table_per_rank } =
         found;
     Ok(vec![
         ("latency", latency),
@@ -104,6 +104,7 @@ fn measure_parameters(py: Python<'_>) -> PyResult<Vec<(&'static str, f64)>> {
         ("reduce_per_byte", reduce_per_byte),
         ("copy_per_byte", copy_per_byte),
         ("admit", admit),
+        ("relay", relay),
         ("table_per_rank", table_per_rank),
     ])
 }

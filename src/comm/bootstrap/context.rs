@@ -1,11 +1,13 @@
-//! What both sides of the bootstrap start from: one rank's arguments, and the record that rank 0 writes to the store.
+//! What both sides of the bootstrap start from: one rank's arguments, and the record that rank 0 and leaders write to the store.
 
+use std::io::ErrorKind;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::build::Build;
+use super::groups::Groups;
 use super::protocol::{Host, Keys, Place};
 use crate::algo::Tuning;
 use crate::comm::address;
@@ -16,18 +18,26 @@ use crate::sys::net;
 use crate::transport::tls::Protection;
 use crate::types::Rank;
 
-/// The one key of the store that is used.
+/// The key of the store under which rank 0 says where it listens. The [leaders](super::groups) of a large world use one each, too.
 pub const ROOT_KEY: &str = "ncclx_rs/root";
 
-/// What the store holds under [`ROOT_KEY`].
+/// How long the store may take to tell why rank 0 waits no longer.
+pub(super) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The key of a rank at which others join.
+fn key_of(rank: Rank) -> String {
+    if rank == Rank(0) { ROOT_KEY.to_owned() } else { format!("ncclx_rs/leader/{rank}") }
+}
+
+/// What the store holds under the key of rank 0, or of a leader.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct StoreRecord {
-    /// What rank 0 was built from. A rank built from other sources can read this at least.
+    /// What the writer was built from. A rank built from other sources can read this at least.
     pub(super) build: Build,
     pub(super) root: RootRecord,
 }
 
-/// How far rank 0 is.
+/// How far the writer is.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum RootRecord {
     /// It waits for the other ranks.
@@ -36,6 +46,8 @@ pub(super) enum RootRecord {
     Failed { cause: String },
     /// It waits no longer.
     Ended(JoinFailure),
+    /// Under a leader's key: rank 0 waits no longer, and its own record says why. That may be long.
+    RootEnded,
 }
 
 /// Why a communicator has not come about, on all ranks. Rank 0 also writes it to the store, for ranks that have not reached it.
@@ -45,6 +57,8 @@ pub(super) enum JoinFailure {
     Missing { missing: Vec<u32>, waited: Duration },
     /// The ranks do not fit together.
     Refused { cause: String },
+    /// A leader, which says so to those that join through it, does not reach rank 0.
+    Unreachable { cause: String },
 }
 
 impl JoinFailure {
@@ -54,6 +68,7 @@ impl JoinFailure {
             InitError::Missing { missing, waited, .. } => {
                 JoinFailure::Missing { missing: missing.clone(), waited: *waited }
             }
+            InitError::Unreachable { rank: 0, cause, .. } => JoinFailure::Unreachable { cause: cause.clone() },
             error => JoinFailure::Refused { cause: error.to_string() },
         }
     }
@@ -63,12 +78,13 @@ impl JoinFailure {
         match self {
             JoinFailure::Missing { missing, waited } => context.missing(missing, waited),
             JoinFailure::Refused { cause } => InitError::Config(cause),
+            JoinFailure::Unreachable { cause } => context.unreachable(Rank(0), cause),
         }
     }
 }
 
-/// Where rank 0 listens, and what a joiner must have in common with it.
-#[derive(Debug, Serialize, Deserialize)]
+/// Where rank 0 or a leader listens, and what a joiner must have in common with rank 0.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RootAddress {
     pub(super) place: Place,
     /// How long rank 0 waits for the other ranks.
@@ -84,6 +100,7 @@ pub(super) struct JoinContext<'a> {
     pub(super) name: &'a str,
     pub(super) rank: Rank,
     pub(super) size: usize,
+    pub(super) groups: Groups,
     pub(super) store: &'a dyn Store,
     pub(super) config: &'a Config,
     pub(super) host: &'a Host,
@@ -122,14 +139,58 @@ impl JoinContext<'_> {
     }
 
     pub(super) fn missing(&self, missing: Vec<u32>, waited: Duration) -> InitError {
-        InitError::Missing { comm: self.name.to_string(), missing, waited }
+        let leaders = missing.iter().copied().filter(|rank| self.groups.leads(Rank(*rank))).collect();
+        InitError::Missing { comm: self.name.to_string(), missing, leaders, waited }
     }
 
     pub(super) fn unreachable(&self, rank: Rank, cause: impl Into<String>) -> InitError {
         InitError::Unreachable { comm: self.name.to_string(), rank: rank.0, cause: cause.into() }
     }
 
-    pub(super) fn store_failed(&self, cause: String) -> InitError {
-        InitError::Store { comm: self.name.to_string(), key: ROOT_KEY.to_string(), cause }
+    /// Tells those that join at `rank` how far it is.
+    pub(super) fn publish(&self, rank: Rank, root: RootRecord) -> Result<(), InitError> {
+        let record = StoreRecord { build: Build::own(), root };
+        let value = serde_json::to_vec(&record).map_err(|error| self.store_failed(rank, error.to_string()))?;
+        self.store.set(&key_of(rank), &value).map_err(|cause| self.store_failed(rank, cause))
+    }
+
+    /// Why rank 0 or the leader waits no longer, if it has written that: another rank may have made it give up before this one
+    /// reached it.
+    pub(super) fn failure_in_store(&self) -> Option<InitError> {
+        if !self.store.keeps_values() {
+            return None;
+        }
+        let written_by = |rank| {
+            let value = self.published(rank, STORE_TIMEOUT).ok()?;
+            match serde_json::from_slice(&value).ok()? {
+                StoreRecord { root: RootRecord::Ended(failure), .. } => Some(failure.into_error(self)),
+                StoreRecord {
+                    root: RootRecord::Listening(_) | RootRecord::Failed { .. } | RootRecord::RootEnded,
+                    ..
+                } => None,
+            }
+        };
+        let at = self.groups.listener_of(self.rank);
+        written_by(Rank(0)).or_else(|| written_by(at).filter(|_| at != Rank(0)))
+    }
+
+    /// What `rank` has published, once it has.
+    pub(super) fn published(&self, rank: Rank, timeout: Duration) -> Result<Vec<u8>, String> {
+        self.store.get(&key_of(rank), timeout)
+    }
+
+    /// What became of the connection to `rank`, at which this one joins, before the outcome came.
+    pub(super) fn lost(&self, rank: Rank, error: &std::io::Error, timeout: Duration) -> InitError {
+        match error.kind() {
+            ErrorKind::TimedOut if rank == Rank(0) => self.missing(vec![0], timeout),
+            ErrorKind::TimedOut => self.unreachable(rank, format!("no outcome came in {timeout:?}")),
+            ErrorKind::UnexpectedEof => self.unreachable(rank, "it hung up before all ranks had joined"),
+            _ => self.unreachable(rank, error.to_string()),
+        }
+    }
+
+    /// The store failed on the key of this rank.
+    pub(super) fn store_failed(&self, rank: Rank, cause: String) -> InitError {
+        InitError::Store { comm: self.name.to_string(), key: key_of(rank), cause }
     }
 }

@@ -4,10 +4,11 @@ use std::time::{Duration, Instant};
 
 use super::build::Build;
 use super::context::JoinContext;
+use super::groups::Groups;
 use super::joiner;
 use super::protocol::{
-    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES,
-    RankInfo, Secret, TABLE_BYTES_MAX, frame_length,
+    Came, Host, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, RELAYED_BYTES_MAX, RankInfo,
+    Secret, TABLE_BYTES_MAX, frame_length,
 };
 use super::reply::{JoinReply, World};
 use super::roster::Roster;
@@ -22,6 +23,9 @@ use crate::types::Rank;
 
 const WORLD: u32 = 4;
 
+/// Rank 3 joins through rank 2.
+const GROUPS: Groups = Groups { size: WORLD as usize, ranks: 2 };
+
 /// Proofs outside TLS.
 const UNBOUND: Binding = [0; 32];
 
@@ -29,7 +33,7 @@ const UNBOUND: Binding = [0; 32];
 pub(crate) fn bootstrap(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     match input.byte() % 5 {
-        0 => assert!(receive(ListenerState::new(), input).is_none(), "an unauthenticated peer was let in"),
+        0 => assert!(receive(ListenerState::new(GROUPS), input).is_empty(), "an unauthenticated peer was let in"),
         1 => describe(input),
         2 => {
             let joiner_state = JoinerState::new(Rank(1)).expect("random bytes");
@@ -44,22 +48,28 @@ pub(crate) fn bootstrap(bytes: &[u8]) {
     }
 }
 
-/// Drives the listener's side until the stream or the protocol ends. Returns the joiner's request.
-fn receive(mut listener_state: ListenerState, input: Input<'_>) -> Option<(Rank, JoinRequest)> {
-    let (mut wire, mut buffer) = (Wire::new(input), ReadBuffer::default());
-    while let Some(expected) = listener_state.expected() {
-        assert!(expected <= INFO_BYTES_MAX);
-        while !buffer.fill(&mut wire, expected).ok()? {}
-        if let Next::Joined(rank, request) = listener_state.receive(&keys(), UNBOUND, &buffer.take()).ok()? {
-            return Some((rank, *request));
+/// Drives the listener's side until the stream or the protocol ends. Returns what it has heard.
+fn receive(mut listener_state: ListenerState, input: Input<'_>) -> Vec<Came> {
+    let (mut wire, mut buffer, mut heard) = (Wire::new(input), ReadBuffer::default(), Vec::new());
+    let mut next = |wanted: usize| {
+        assert!(wanted <= RELAYED_BYTES_MAX);
+        while !buffer.fill(&mut wire, wanted).ok()? {}
+        Some(buffer.take())
+    };
+    while let Some(message) = listener_state.expected().and_then(&mut next) {
+        match listener_state.receive(&keys(), UNBOUND, &message) {
+            Ok(Next::Take(came)) => heard.push(came),
+            Ok(Next::Read | Next::Write(_)) => {}
+            Err(_) => break,
         }
     }
-    None
+    heard
 }
 
-/// The description of an authenticated rank.
+/// The description of an authenticated rank, which leads rank 3.
 fn describe(mut input: Input<'_>) {
-    let (joiner_state, mut listener_state) = (JoinerState::new(Rank(2)).expect("random bytes"), ListenerState::new());
+    let (joiner_state, mut listener_state) =
+        (JoinerState::new(Rank(2)).expect("random bytes"), ListenerState::new(GROUPS));
     let Ok(Next::Write(challenge)) = listener_state.receive(&keys(), UNBOUND, &joiner_state.hello()) else {
         panic!("no challenge")
     };
@@ -69,10 +79,21 @@ fn describe(mut input: Input<'_>) {
     let mut roster = Roster::new(info(0));
     let others = input.byte();
     (1..WORLD).filter(|rank| others >> rank & 1 == 1).for_each(|rank| roster.add(info(rank)).expect("a free entry"));
-    if let Some((rank, Ok(Joiner { info: request, .. }))) = receive(listener_state, input) {
-        assert_eq!((rank, request.rank), (Rank(2), Rank(2)), "one rank spoke for another");
-        let free = roster.missing().contains(&2);
-        assert!(roster.add(request).is_err() || free);
+    for (place, came) in receive(listener_state, input).into_iter().enumerate() {
+        let (rank, joined) = match came {
+            Came::Joined(rank, request) => (rank, Some(*request)),
+            Came::Relayed(told) => (told.rank, told.joined),
+        };
+        assert_eq!(rank, if place == 0 { Rank(2) } else { Rank(3) }, "one rank spoke for another");
+        match joined {
+            Some(Ok(Joiner { info, .. })) => {
+                assert_eq!(info.rank, rank);
+                let free = roster.missing().contains(&rank.0);
+                assert!(roster.add(info).is_err() || free);
+            }
+            Some(Err(_)) => {}
+            None => roster.remove(rank),
+        }
         assert_eq!(roster.table().is_some(), roster.missing().is_empty());
     }
 }
@@ -117,9 +138,17 @@ fn store_record(bytes: &[u8]) {
     let (store, config) = (FuzzedStore(bytes), Config::default());
     let host = Host { id: "here".to_owned(), machine: "machine".to_owned() };
     let deadline = Instant::now() + config.connect_timeout;
-    let context =
-        JoinContext { name: "fuzz", rank: Rank(1), size: 2, store: &store, config: &config, host: &host, deadline };
-    match joiner::find(&context) {
+    let context = JoinContext {
+        name: "fuzz",
+        rank: Rank(1),
+        size: 2,
+        groups: Groups::one(2),
+        store: &store,
+        config: &config,
+        host: &host,
+        deadline,
+    };
+    match joiner::find(&context, None) {
         Ok((_, root)) => _ = joiner::routes(&root.place, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }

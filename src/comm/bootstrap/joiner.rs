@@ -1,5 +1,5 @@
-//! The joiner's side of the bootstrap: finds rank 0, proves itself, and waits for the table of all ranks, which it may have to get
-//! from another rank.
+//! The joiner's side of the bootstrap: finds rank 0, or its leader in a large world, proves itself, and waits for the table of all
+//! ranks, which it may have to get from another rank.
 
 use std::io::{self, ErrorKind, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 
 use super::build::Build;
-use super::context::{JoinContext, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
+use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord, STORE_TIMEOUT, StoreRecord};
+use super::leader;
 use super::protocol::{
     Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, Place, RankInfo,
     TABLE_BYTES_MAX, frame, frame_length, shared_secret,
@@ -28,9 +29,6 @@ use crate::types::Rank;
 /// How long one address may take to answer while others are left to try.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the store may take to tell why rank 0 waits no longer.
-const STORE_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// How many times every address must refuse before the joiner gives up. Rank 0 listens before it publishes its address,
 /// so a refusal means a wrong address, a firewall, or that rank 0 is gone.
 const REFUSALS_MAX: u32 = 5;
@@ -38,18 +36,27 @@ const REFUSALS_MAX: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Reads rank 0's address from the store and joins there.
+/// The pause before the record of a leader that has ended is read again.
+const FIRST_REREAD: Duration = Duration::from_millis(100);
+
+/// Reads from the store where rank 0 or the leader listens, and joins there.
 pub(super) fn join_root(
     context: &JoinContext<'_>,
     mut describe: impl FnMut(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
+    let at = context.groups.listener_of(context.rank);
+    let mut unreached = None;
     loop {
-        let outcome = join_at(context, find(context)?, &mut describe);
-        // Where another rank is what cannot be reached, rank 0 was the right one.
-        let is_elsewhere =
-            matches!(outcome, Err(InitError::Unreachable { rank: 0, .. })) && context.store.skip_earlier_value();
-        if !is_elsewhere {
-            return outcome;
+        let found = find(context, unreached.take());
+        let found = found.inspect_err(|error| leader::say_why(context, RootRecord::Ended(JoinFailure::of(error))))?;
+        let comm_id = found.1.keys.comm_id;
+        match join_at(context, found, &mut describe) {
+            // Where another rank is what cannot be reached, rank 0 was the right one.
+            Err(InitError::Unreachable { rank: 0, .. }) if context.store.skip_earlier_value() => {}
+            Err(error @ InitError::Unreachable { rank, .. }) if at != Rank(0) && at.0 == rank => {
+                unreached = Some((comm_id, error));
+            }
+            outcome => return outcome,
         }
     }
 }
@@ -61,24 +68,32 @@ fn join_at(
 ) -> Result<(Keys, World), InitError> {
     let (keys, prepared) = prepare_join(context, &build, &root, describe);
     // Without TLS, a rank that cannot join can still tell rank 0 why.
-    let (tls, described) = match prepared {
-        Ok(Prepared { tls, joiner, listener }) => (tls, Ok((joiner, listener))),
+    let framed = |request: JoinRequest| frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause));
+    let described =
+        prepared.and_then(|Prepared { tls, joiner, listener, group }| Ok((tls, framed(Ok(joiner))?, listener, group)));
+    let (tls, described) = match described {
+        Ok((tls, request, listener, group)) => (tls, Ok((request, listener, group))),
         Err(error) => (None, Err(error)),
     };
-    let request: JoinRequest = described.as_ref().map(|(joiner, _)| joiner.clone()).map_err(InitError::to_string);
-    let request = frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause))?;
     let find = |rank: Rank, place: &Place, deadline| {
         let routes = routes(place, context.host).map_err(|cause| context.unreachable(rank, cause))?;
         connect_any(context, &keys, tls.as_ref(), rank, &routes, deadline)
     };
-    let connected = find(Rank(0), &root.place, context.deadline);
-    let listener = match described {
-        Ok((_, listener)) => listener,
+    let at = context.groups.listener_of(context.rank);
+    let connected = find(at, &root.place, context.deadline);
+    let (request, listener, group) = match described {
+        Ok(described) => described,
         Err(error) => {
+            let cause = format!("rank {} failed: {error}", context.rank);
+            leader::say_why(context, RootRecord::Ended(JoinFailure::Refused { cause }));
             // Best effort: the other ranks learn of it now, or when their time is over.
-            if let Err(unsent) = connected.map(|mut stream| stream.write_all(&request)) {
+            let told = connected.and_then(|mut stream| {
+                let sent = stream.write_all(&framed(Err(error.to_string()))?);
+                sent.map_err(|error| context.unreachable(at, error.to_string()))
+            });
+            if let Err(unsent) = told {
                 let (name, rank) = (context.name, context.rank);
-                log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {unsent}");
+                log::warn!("communicator `{name}`: rank {at} could not be told that rank {rank} failed: {unsent}");
             }
             return Err(error);
         }
@@ -86,26 +101,36 @@ fn join_at(
     if let (Err(error), true) = (&connected, tls.is_some()) {
         report_tls_failure(context, &keys, &root.place, error);
     }
-    let hear = |rank: Rank, mut stream: Stream, timeout: Duration| {
-        let deadline = deadline_after(Instant::now(), timeout);
-        exchange(&mut stream, &request, context.size, deadline).map_err(|error| match error.kind() {
-            ErrorKind::TimedOut if rank == Rank(0) => context.missing(vec![0], timeout),
-            ErrorKind::TimedOut => context.unreachable(rank, format!("no table of ranks came in {timeout:?}")),
-            ErrorKind::UnexpectedEof if rank == Rank(0) => {
-                context.unreachable(rank, "it hung up before all ranks had joined")
-            }
-            ErrorKind::UnexpectedEof => {
-                context.unreachable(rank, "it hung up before it had passed the table of ranks on")
-            }
-            _ => context.unreachable(rank, error.to_string()),
-        })
+    // Rank 0 announces the outcome when its own time is over. A leader, which waits for that, says so if rank 0 does not.
+    let replies = if at == Rank(0) { REPLY_TIMEOUT } else { 2 * REPLY_TIMEOUT };
+    let timeout = root.timeout.saturating_add(replies);
+    let reply = match group {
+        None => connected
+            .and_then(|mut stream| {
+                exchange(&mut stream, &request, context.size, deadline_after(Instant::now(), timeout))
+                    .map_err(|error| context.lost(at, &error, timeout))
+            })
+            .map_err(|error| context.failure_in_store().unwrap_or(error)),
+        Some(group) => {
+            let told = connected.and_then(|mut stream| {
+                let deadline = deadline_after(Instant::now(), timeout);
+                write(&mut stream, &request, deadline).map_err(|error| context.lost(at, &error, timeout))?;
+                Ok(stream)
+            });
+            leader::lead(context, &keys, tls.as_ref(), group, told, timeout)
+        }
     };
-    // Rank 0 announces the outcome when its own time is over.
-    let reply = connected.and_then(|stream| hear(Rank(0), stream, root.timeout.saturating_add(REPLY_TIMEOUT)));
-    let mut reply = reply.map_err(|error| failure_in_store(context).unwrap_or(error))?;
+    let mut reply = reply?;
     if let (JoinReply::Ask { rank, place }, _) = &reply {
-        let stream = find(*rank, place, Instant::now() + REPLY_TIMEOUT)?;
-        reply = hear(*rank, stream, REPLY_TIMEOUT)?;
+        let mut stream = find(*rank, place, Instant::now() + REPLY_TIMEOUT)?;
+        let asked = exchange(&mut stream, &request, context.size, Instant::now() + REPLY_TIMEOUT);
+        reply = asked.map_err(|error| match error.kind() {
+            ErrorKind::TimedOut => context.unreachable(*rank, format!("no table of ranks came in {REPLY_TIMEOUT:?}")),
+            ErrorKind::UnexpectedEof => {
+                context.unreachable(*rank, "it hung up before it had passed the table of ranks on")
+            }
+            _ => context.unreachable(*rank, error.to_string()),
+        })?;
     }
     match reply {
         (JoinReply::Complete(world), message) => {
@@ -118,18 +143,7 @@ fn join_at(
             Err(context.config_error(format!("the rank that should have the table of ranks asks rank {rank} for it")))
         }
         (JoinReply::Failed(failure), _) => Err(failure.into_error(context)),
-    }
-}
-
-/// Why rank 0 waits no longer, if it has written that: another rank may have made it give up before this one reached it.
-fn failure_in_store(context: &JoinContext<'_>) -> Option<InitError> {
-    if !context.store.keeps_values() {
-        return None;
-    }
-    let value = context.store.get(ROOT_KEY, STORE_TIMEOUT).ok()?;
-    match serde_json::from_slice(&value).ok()? {
-        StoreRecord { root: RootRecord::Ended(failure), .. } => Some(failure.into_error(context)),
-        StoreRecord { root: RootRecord::Listening(_) | RootRecord::Failed { .. }, .. } => None,
+        (JoinReply::Members(_), _) => Err(context.config_error(format!("rank {at} takes this rank for a leader"))),
     }
 }
 
@@ -139,6 +153,8 @@ struct Prepared {
     joiner: Joiner,
     /// In a large world, for those that it passes the table on to.
     listener: Option<TcpListener>,
+    /// Of a leader, for its group.
+    group: Option<TcpListener>,
 }
 
 /// The keys to join with; and what else it takes, or how this rank does not fit to rank 0.
@@ -172,13 +188,16 @@ fn prepare_join(
         }
         let tls = Tls::new(context.config, &keys.secret)?;
         let (listener, place) = (context.size > STAR_RANKS).then(|| context.listen()).transpose()?.unzip();
-        Ok(Prepared { tls, joiner: Joiner { info: describe(&keys)?, place }, listener })
+        let joiner = Joiner { info: describe(&keys)?, place };
+        // Last: this rank will join unless rank 0 cannot be reached.
+        let group = context.groups.leads(context.rank).then(|| leader::listen(context, root)).transpose()?;
+        Ok(Prepared { tls, joiner, listener, group })
     };
     let fitting = fit();
     (keys, fitting)
 }
 
-/// Tells rank 0, without TLS, why this rank cannot connect with TLS. If that fails too, rank 0 waits for its timeout.
+/// Tells rank 0 or the leader, without TLS, why this rank cannot connect with TLS. If that fails too, they wait for their timeout.
 fn report_tls_failure(context: &JoinContext<'_>, keys: &Keys, root: &Place, error: &InitError) {
     let request: JoinRequest = Err(error.to_string());
     let routes = routes(root, context.host).unwrap_or_default();
@@ -190,7 +209,8 @@ fn report_tls_failure(context: &JoinContext<'_>, keys: &Keys, root: &Place, erro
     });
     if !reported {
         let (name, rank) = (context.name, context.rank);
-        log::warn!("communicator `{name}`: rank 0 could not be told that rank {rank} failed: {error}");
+        let at = context.groups.listener_of(rank);
+        log::warn!("communicator `{name}`: rank {at} could not be told that rank {rank} failed: {error}");
     }
 }
 
@@ -199,26 +219,60 @@ fn another_build(context: &JoinContext<'_>, root: &Build) -> InitError {
     context.config_error(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
 }
 
-/// What rank 0 was built from, and where it listens.
-pub(super) fn find(context: &JoinContext<'_>) -> Result<(Build, RootAddress), InitError> {
+/// Where this rank joins, and what rank 0 was built from. Its leader could not be reached for the communicator in `unreached`.
+pub(super) fn find(
+    context: &JoinContext<'_>,
+    unreached: Option<([u8; 16], InitError)>,
+) -> Result<(Build, RootAddress), InitError> {
+    let at = context.groups.listener_of(context.rank);
+    let mut pause = FIRST_REREAD;
+    loop {
+        let found = read_record(context, at, context.deadline.saturating_duration_since(Instant::now()));
+        let (listening, error) = match (found, &unreached) {
+            (Ok((_, address)), Some((comm_id, error))) if address.keys.comm_id == *comm_id => {
+                (Some(*comm_id), error.clone())
+            }
+            (Err(error), _) if at != Rank(0) && !matches!(error, InitError::Store { .. }) => (None, error),
+            (found, _) => return found,
+        };
+        // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not come,
+        // or has given up.
+        match read_record(context, Rank(0), STORE_TIMEOUT) {
+            Ok((_, root)) if listening == Some(root.keys.comm_id) => return Err(error),
+            Err(ended) if !matches!(ended, InitError::Store { .. }) => return Err(ended),
+            _ if Instant::now() + pause >= context.deadline => return Err(error),
+            _ => {}
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// What rank 0 or a leader has published.
+fn read_record(context: &JoinContext<'_>, at: Rank, timeout: Duration) -> Result<(Build, RootAddress), InitError> {
     #[derive(Deserialize)]
     struct Built {
         build: Build,
     }
-    let timeout = context.config.connect_timeout;
-    let left = context.deadline.saturating_duration_since(Instant::now());
-    let value = context.store.get(ROOT_KEY, left).map_err(|cause| {
-        if Instant::now() >= context.deadline { context.missing(vec![0], timeout) } else { context.store_failed(cause) }
+    let value = context.published(at, timeout).map_err(|cause| match Instant::now() >= context.deadline {
+        true => context.missing(vec![at.0], context.config.connect_timeout),
+        false => context.store_failed(at, cause),
     })?;
     let record = serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
         Ok(Built { build }) if build != Build::own() => another_build(context, &build),
-        _ => context.store_failed(format!("the value is not what rank 0 writes: {error}")),
+        _ => context.store_failed(at, format!("the value is not what rank {at} writes: {error}")),
     })?;
     // A record of another build that can be read leads to rank 0, which then learns of the difference too.
     match record {
         StoreRecord { build, root: RootRecord::Listening(address) } => Ok((build, address)),
         StoreRecord { root: RootRecord::Failed { cause }, .. } => Err(context.unreachable(Rank(0), cause)),
         StoreRecord { root: RootRecord::Ended(failure), .. } => Err(failure.into_error(context)),
+        StoreRecord { root: RootRecord::RootEnded, .. } if at != Rank(0) => {
+            Err(context.unreachable(at, "rank 0 waits no longer, but does not say why"))
+        }
+        StoreRecord { root: RootRecord::RootEnded, .. } => {
+            Err(context.store_failed(at, "the value is a leader's".to_owned()))
+        }
     }
 }
 

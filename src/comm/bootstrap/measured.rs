@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::context::JoinContext;
+use super::groups::Groups;
 use super::joiner;
 use super::protocol::{Host, Joiner, RankInfo};
 use super::server::{Event, Server};
-use super::simulated::{imagined, request};
+use super::simulated::{imagined, relayed, request};
 use super::table;
 use crate::comm::framing::write;
 use crate::comm::store::MemoryStore;
@@ -17,7 +18,7 @@ use crate::error::InitError;
 use crate::simulate::{Start, Time, World};
 use crate::types::Rank;
 
-/// How many ranks join to measure it, and how many a table has.
+/// How many ranks join to measure it, how many then join through another one, and how many a table has.
 const RANKS: usize = 256;
 
 /// How often that is measured. The fastest counts.
@@ -31,18 +32,34 @@ pub(crate) fn measure_start() -> Result<Start, InitError> {
     let (store, config) = (MemoryStore::default(), Config::default());
     let host = Host::here(&config);
     let context = |rank: Rank| {
-        let (size, deadline) = (RANKS, Instant::now() + ROUND_TIMEOUT);
-        JoinContext { name: "measure", rank, size, store: &store, config: &config, host: &host, deadline }
+        let (groups, deadline) = (Groups { size: 2 * RANKS, ranks: RANKS }, Instant::now() + ROUND_TIMEOUT);
+        JoinContext {
+            name: "measure",
+            rank,
+            size: groups.size,
+            groups,
+            store: &store,
+            config: &config,
+            host: &host,
+            deadline,
+        }
     };
     let root = context(Rank(0));
-    let world = World::new(8, RANKS / 8).expect("a world");
-    let joiners: Vec<Joiner> = (0..RANKS).map(|rank| imagined(&world, rank)).collect();
-    let ranks: Vec<RankInfo> = joiners.iter().map(|joiner| joiner.info.clone()).collect();
+    let world = World::new(8, 2 * RANKS / 8).expect("a world");
+    let joiners: Vec<Joiner> = (0..2 * RANKS).map(|rank| imagined(&world, rank)).collect();
+    let ranks: Vec<RankInfo> = joiners.iter().take(RANKS).map(|joiner| joiner.info.clone()).collect();
     let refused = |cause| root.config_error(cause);
-    let requests: Vec<Vec<u8>> = joiners.iter().skip(1).map(request).collect::<Result<_, _>>().map_err(refused)?;
-    let mut fastest = Start { admit: Time::MAX, table_per_rank: Time::MAX };
+    let requests: Vec<Vec<u8>> = joiners.iter().map(request).collect::<Result<_, _>>().map_err(refused)?;
+    let members = joiners.iter().skip(RANKS + 1).map(relayed);
+    let members = members.collect::<Result<Vec<_>, _>>().map_err(refused)?;
+    let with_members = [&requests[RANKS][..], &members.concat()].concat();
+    let others = RANKS as u32 - 1;
+    let mut fastest = Start { admit: Time::MAX, relay: Time::MAX, table_per_rank: Time::MAX };
     for _ in 0..ROUNDS {
-        let admit = measure_admit(&context, &requests)? / requests.len() as u32;
+        let direct = requests[..RANKS].iter().zip(0..).skip(1).map(|(request, rank)| (Rank(rank), request));
+        let admit = measure_joins(&context, direct, RANKS - 1)? / others;
+        let leader = [(Rank::from(RANKS), &with_members)];
+        let relay = measure_joins(&context, leader.into_iter(), RANKS)? / others;
         let begin = processor_time();
         let table = table::encode(&ranks).map_err(refused)?;
         let encoded = processor_time();
@@ -50,32 +67,34 @@ pub(crate) fn measure_start() -> Result<Start, InitError> {
         let decoded = processor_time();
         let slower = (encoded - begin).max(decoded - encoded) / RANKS as u32;
         fastest.admit = fastest.admit.min(Time::of(admit));
+        fastest.relay = fastest.relay.min(Time::of(relay));
         fastest.table_per_rank = fastest.table_per_rank.min(Time::of(slower));
     }
     Ok(fastest)
 }
 
-/// The processor time of this thread while it takes in ranks with these requests.
-fn measure_admit<'a>(
+/// The processor time of this thread while it takes in so many ranks: those that send these messages, and those that they tell of.
+fn measure_joins<'a>(
     context: &(impl Fn(Rank) -> JoinContext<'a> + Sync),
-    requests: &[Vec<u8>],
+    joiners: impl Iterator<Item = (Rank, &'a Vec<u8>)> + Send,
+    count: usize,
 ) -> Result<Duration, InitError> {
     let root = context(Rank(0));
     let failed = |error| root.os_error("ranks that join to be measured", &error);
     let keys = root.new_keys()?;
     let (listener, place) = root.listen()?;
     let routes = joiner::routes(&place, root.host).map_err(|cause| root.config_error(cause))?;
-    let mut server = Server::new(root.name, root.size, &keys, None, listener).map_err(failed)?;
+    let mut server = Server::new(root.name, root.groups, &keys, None, listener).map_err(failed)?;
     // They wait for no answer.
-    let join = |(request, rank): (&Vec<u8>, u32)| {
-        let context = context(Rank(rank));
+    let join = |(rank, messages): (Rank, &Vec<u8>)| {
+        let context = context(rank);
         let mut stream = joiner::connect_any(&context, &keys, None, Rank(0), &routes, context.deadline)?;
-        write(&mut stream, request, context.deadline).map_err(failed)?;
+        write(&mut stream, messages, context.deadline).map_err(failed)?;
         Ok(stream)
     };
     std::thread::scope(|scope| {
-        let joiners = scope.spawn(|| requests.iter().zip(1..).map(join).collect::<Result<Vec<_>, InitError>>());
-        let (begin, mut left) = (processor_time(), requests.len());
+        let joiners = scope.spawn(|| joiners.map(join).collect::<Result<Vec<_>, InitError>>());
+        let (begin, mut left) = (processor_time(), count);
         while left > 0 {
             if Instant::now() >= root.deadline {
                 return Err(root.config_error(format!("{left} ranks that were to be measured have not joined")));
@@ -101,8 +120,8 @@ mod tests {
 
     #[test]
     fn a_start_is_measured() {
-        let Start { admit, table_per_rank } = measure_start().expect("it can be measured");
+        let Start { admit, relay, table_per_rank } = measure_start().expect("it can be measured");
         let second = Time::from_seconds(1.0).unwrap();
-        assert!(Time::ZERO < admit && admit < second && Time::ZERO < table_per_rank && table_per_rank < second);
+        assert!([admit, relay, table_per_rank].into_iter().all(|time| Time::ZERO < time && time < second));
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Rank 0 is the root. It listens and publishes its address, with the communicator's secret, in one `set`. Every other
 //! rank is a joiner: it reads the address in one `get`, connects, proves that it knows the secret and describes itself.
-//! Once all ranks have joined, the root sends each of them the table of all ranks. In a large world it sends the table to a few,
-//! which pass it on, and tells each other rank whom to ask for it.
+//! Once all ranks have joined, the root sends each of them the table of all ranks. In a large world ranks join through leaders, which
+//! use a key of the store each, and the root sends the table to a few ranks, which pass it on; it tells each other rank whom to ask.
 //!
 //! ```
 //! use std::collections::BTreeMap;
@@ -22,7 +22,11 @@ mod build;
 mod context;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod groups;
 mod joiner;
+mod leader;
+#[cfg(test)]
+mod leader_tests;
 mod measured;
 mod protocol;
 mod relay;
@@ -42,6 +46,7 @@ use std::time::Instant;
 pub use build::Build;
 use context::JoinContext;
 pub use context::ROOT_KEY;
+use groups::Groups;
 pub(crate) use measured::measure_start;
 use protocol::Host;
 pub use protocol::{Keys, RankInfo, Secret, shared_secret};
@@ -89,15 +94,28 @@ pub fn join(
     size: usize,
     store: &dyn Store,
     config: &Config,
+    addresses: impl FnMut(&Keys) -> Result<BTreeMap<String, Vec<u8>>, InitError>,
+) -> Result<Bootstrap, InitError> {
+    // A leader needs a key of its own.
+    let groups = if store.keeps_values() { Groups::of(size) } else { Groups::one(size) };
+    join_by(groups, name, rank, store, config, addresses)
+}
+
+fn join_by(
+    groups: Groups,
+    name: &str,
+    rank: Rank,
+    store: &dyn Store,
+    config: &Config,
     mut addresses: impl FnMut(&Keys) -> Result<BTreeMap<String, Vec<u8>>, InitError>,
 ) -> Result<Bootstrap, InitError> {
-    let start = Instant::now();
+    let (start, size) = (Instant::now(), groups.size);
     let world_size = u32::try_from(size).ok().filter(|size| rank.0 < *size).ok_or_else(|| {
         InitError::Config(format!("communicator `{name}`: there is no rank {rank} in a world of {size}"))
     })?;
     let host = Host::here(config);
     let deadline = deadline_after(start, config.connect_timeout);
-    let context = JoinContext { name, rank, size, store, config, host: &host, deadline };
+    let context = JoinContext { name, rank, size, groups, store, config, host: &host, deadline };
     let mut describe = |keys: &Keys| {
         let (cpus, quota) = process::own_cpus();
         Ok(RankInfo {

@@ -9,11 +9,14 @@
 //!                               ◄───────   length  JoinReply
 //! ```
 //!
+//! A [leader](super::groups) joins likewise. Behind its request it sends a `length  JSON Relayed` for each that comes to it, and
+//! for each that goes. It gets the answers for these in a `JoinReply` before its own.
+//!
 //! Both proofs cover both nonces, the communicator's id, the joiner's rank and the TLS session's binding. No proof can
 //! therefore be used twice, sent back or passed on. Until it has checked the joiner's proof, the listener reads messages of
 //! fixed length only. All messages go through TLS if rank 0 uses it; a joiner that cannot use TLS says why without it.
 //!
-//! The listener is rank 0, or a rank that passes on what rank 0 has told it.
+//! The listener is rank 0, a leader, or a rank that passes the table on.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
 use super::build::Build;
+use super::groups::Groups;
 use crate::config::{Config, EngineChoice};
 use crate::error::InitError;
 use crate::sys::net;
@@ -36,6 +40,9 @@ use crate::types::Rank;
 
 /// The size limit of one rank's description.
 pub(super) const INFO_BYTES_MAX: usize = 64 << 10;
+
+/// The size limit of what a leader tells of another rank: its description, or why it cannot join.
+pub(super) const RELAYED_BYTES_MAX: usize = INFO_BYTES_MAX + 256;
 
 /// The size limit of the table of all ranks, and of what it tells of them.
 pub(super) const TABLE_BYTES_MAX: usize = 64 << 20;
@@ -143,6 +150,15 @@ pub(super) struct Joiner {
     pub(super) place: Option<Place>,
 }
 
+/// What a leader tells rank 0 of a rank that joins through it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Relayed {
+    #[serde(with = "rank_number")]
+    pub(super) rank: Rank,
+    /// It has come, or cannot join. None: its connection has ended.
+    pub(super) joined: Option<JoinRequest>,
+}
+
 /// Where a rank listens for joiners.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Place {
@@ -204,6 +220,7 @@ impl JoinerState {
 
 /// The listener's half of the proof, up to the joiner's request. The caller moves the bytes.
 pub(super) struct ListenerState {
+    groups: Groups,
     stage: Stage,
 }
 
@@ -212,6 +229,9 @@ enum Stage {
     Proof(Rank, Nonces),
     Length(Rank),
     Info(Rank, usize),
+    /// A leader has joined, and more may follow.
+    RelayedLength(Rank),
+    Relayed(Rank, usize),
     Done,
 }
 
@@ -221,13 +241,26 @@ pub(super) enum Next {
     Read,
     /// Writes these bytes, then reads the next message.
     Write(Vec<u8>),
+    /// Hands this on, then reads the next message.
+    Take(Came),
+}
+
+/// What a listener hears.
+pub(super) enum Came {
     /// The joiner has proved that it knows the secret, and sent its request.
     Joined(Rank, Box<JoinRequest>),
+    /// A leader tells of another rank.
+    Relayed(Box<Relayed>),
 }
 
 impl ListenerState {
-    pub(super) fn new() -> Self {
-        ListenerState { stage: Stage::Hello }
+    pub(super) fn new(groups: Groups) -> Self {
+        ListenerState { groups, stage: Stage::Hello }
+    }
+
+    /// Whether the joiner is a leader, which goes on to tell of others.
+    pub(super) fn relays(&self) -> bool {
+        matches!(self.stage, Stage::RelayedLength(_) | Stage::Relayed(..))
     }
 
     /// The length of the next message; none after the last.
@@ -235,8 +268,8 @@ impl ListenerState {
         match self.stage {
             Stage::Hello => Some(HELLO_BYTES),
             Stage::Proof(..) => Some(PROOF_BYTES),
-            Stage::Length(_) => Some(LENGTH_BYTES),
-            Stage::Info(_, length) => Some(length),
+            Stage::Length(_) | Stage::RelayedLength(_) => Some(LENGTH_BYTES),
+            Stage::Info(_, length) | Stage::Relayed(_, length) => Some(length),
             Stage::Done => None,
         }
     }
@@ -262,8 +295,29 @@ impl ListenerState {
                     Ok(Joiner { info, .. }) if info.rank != rank => {
                         Err(format!("it is rank {rank} and rank {} at once", info.rank))
                     }
-                    _ => Ok(Next::Joined(rank, Box::new(request))),
+                    _ => {
+                        if request.is_ok() && self.groups.leads(rank) {
+                            self.stage = Stage::RelayedLength(rank);
+                        }
+                        Ok(Next::Take(Came::Joined(rank, Box::new(request))))
+                    }
                 }
+            }
+            Stage::RelayedLength(leader) => {
+                self.stage = Stage::Relayed(leader, frame_length(message, RELAYED_BYTES_MAX)?);
+                Ok(Next::Read)
+            }
+            Stage::Relayed(leader, _) => {
+                let told: Relayed = serde_json::from_slice(message).map_err(|error| error.to_string())?;
+                let of = match &told.joined {
+                    Some(Ok(Joiner { info, .. })) => info.rank,
+                    _ => told.rank,
+                };
+                if of != told.rank || !self.groups.members(leader).contains(&of.0) {
+                    return Err(format!("rank {leader} speaks for rank {of}, which does not join through it"));
+                }
+                self.stage = Stage::RelayedLength(leader);
+                Ok(Next::Take(Came::Relayed(Box::new(told))))
             }
             Stage::Done => Err("it speaks out of turn".to_string()),
         }
@@ -312,7 +366,7 @@ mod tests {
 
     fn talk(joiner: &Keys, root: &Keys) -> Result<(), String> {
         let joiner_state = JoinerState::new(Rank(3)).unwrap();
-        let mut listener_state = ListenerState::new();
+        let mut listener_state = ListenerState::new(Groups::one(4));
         let Next::Write(challenge) = listener_state.receive(root, PLAIN, &joiner_state.hello())? else {
             panic!("no challenge")
         };
@@ -337,7 +391,7 @@ mod tests {
     #[test]
     fn a_proof_cannot_be_sent_back() {
         let keys = Keys::random().unwrap();
-        let mut listener_state = ListenerState::new();
+        let mut listener_state = ListenerState::new(Groups::one(2));
         let hello = JoinerState::new(Rank(1)).unwrap().hello();
         let Ok(Next::Write(challenge)) = listener_state.receive(&keys, PLAIN, &hello) else { panic!("no challenge") };
         assert!(listener_state.receive(&keys, PLAIN, &challenge[NONCE_BYTES..]).is_err());
@@ -367,7 +421,7 @@ mod tests {
         let keys = Keys::random().unwrap();
         let joiner_state = JoinerState::new(Rank(1)).unwrap();
         let mut proof = None;
-        for listener_state in [&mut ListenerState::new(), &mut ListenerState::new()] {
+        for mut listener_state in [(); 2].map(|()| ListenerState::new(Groups::one(2))) {
             let Ok(Next::Write(challenge)) = listener_state.receive(&keys, PLAIN, &joiner_state.hello()) else {
                 panic!("no challenge")
             };
@@ -381,7 +435,7 @@ mod tests {
     #[test]
     fn foreign_protocols_and_long_messages_are_refused() {
         let keys = Keys::random().unwrap();
-        assert!(ListenerState::new().receive(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
+        assert!(ListenerState::new(Groups::one(2)).receive(&keys, PLAIN, &[b'G'; HELLO_BYTES]).is_err());
         assert!(frame_length(&u32::MAX.to_le_bytes(), INFO_BYTES_MAX).is_err());
         assert!(frame(&vec![0u8; INFO_BYTES_MAX], INFO_BYTES_MAX).is_err());
     }

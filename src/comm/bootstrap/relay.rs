@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::time::Instant;
 
 use super::context::JoinContext;
+use super::groups::Groups;
 use super::protocol::{Keys, TABLE_BYTES_MAX, framed};
 use super::reply::{REPLY_TIMEOUT, World};
 use super::server::{Event, Server};
@@ -24,13 +25,13 @@ pub(super) fn pass_on(
     world: &World,
     message: Vec<u8>,
 ) -> Result<(), InitError> {
-    let children = world.tree().children(context.rank);
+    let children = world.tree(context.groups).children(context.rank);
     if children.is_empty() {
         return Ok(());
     }
     let failed = |error| context.os_error("the connections of ranks that ask for the table", &error);
     let message: Arc<[u8]> = framed(&message, TABLE_BYTES_MAX).map_err(|cause| context.config_error(cause))?.into();
-    let mut server = Server::new(context.name, children.len(), keys, tls, listener).map_err(failed)?;
+    let mut server = Server::new(context.name, Groups::one(children.len()), keys, tls, listener).map_err(failed)?;
     let mut waiting: BTreeSet<Rank> = children.into_iter().collect();
     let deadline = Instant::now() + REPLY_TIMEOUT;
     while !waiting.is_empty() && Instant::now() < deadline {
@@ -46,7 +47,7 @@ pub(super) fn pass_on(
         // Who is refused is no rank of this world, which rank 0 would not have let come about with it. So it neither learns the
         // table nor takes the place of a rank that is still to come.
         server.drop_refused();
-        server.answer(|_| message.clone()).map_err(failed)?;
+        server.answer(|_| vec![message.clone()]).map_err(failed)?;
     }
     if !waiting.is_empty() {
         log::warn!("communicator `{}`: ranks {waiting:?} have not come for the table of ranks", context.name);

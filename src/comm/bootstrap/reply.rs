@@ -1,11 +1,13 @@
 //! The answer to a rank that has joined, the last message of the bootstrap: the outcome as JSON with its length in front, and
 //! then the [table](super::table) of ranks if it is in there.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::context::JoinFailure;
+use super::groups::Groups;
 use super::protocol::{Place, RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed, rank_number};
 use super::table;
 use super::tree::Tree;
@@ -29,8 +31,8 @@ pub(super) struct World {
 
 impl World {
     /// From whom each rank gets the table of these ranks.
-    pub(super) fn tree(&self) -> Tree {
-        Tree::over(self.ranks.iter().map(|info| info.host_id.as_str()))
+    pub(super) fn tree(&self, groups: Groups) -> Tree {
+        Tree::over(self.ranks.iter().map(|info| info.host_id.as_str()), groups)
     }
 }
 
@@ -47,6 +49,9 @@ pub(super) enum JoinReply {
     },
     /// The communicator has not come about.
     Failed(JoinFailure),
+    /// To a leader, before its own answer: those of the ranks that join through it. None has the table, since the tree has rank 0
+    /// send that to nobody that it has no connection to.
+    Members(BTreeMap<u32, JoinReply>),
 }
 
 impl JoinReply {

@@ -1,10 +1,12 @@
-//! The root's side of the bootstrap: rank 0 takes joiners in and tells all of them the outcome.
+//! The root's side of the bootstrap: rank 0 takes joiners in, by themselves or through their [leaders](super::groups), and tells
+//! all of them the outcome.
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::time::Instant;
 
-use super::build::Build;
-use super::context::{JoinContext, JoinFailure, ROOT_KEY, RootAddress, RootRecord, StoreRecord};
+use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
+use super::groups::Groups;
 use super::protocol::{Joiner, Keys, Place, RankInfo, shared_secret};
 use super::reply::{JoinReply, REPLY_TIMEOUT, World};
 use super::roster::Roster;
@@ -21,7 +23,7 @@ pub(super) fn serve(
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
     let failed = |error: InitError| {
-        publish(context, RootRecord::Failed { cause: error.to_string() })?;
+        context.publish(Rank(0), RootRecord::Failed { cause: error.to_string() })?;
         Err(error)
     };
     let Prepared { keys, tls, own, listener, address, tuning } = match prepare(context, describe) {
@@ -29,49 +31,71 @@ pub(super) fn serve(
         Err(error) => return failed(error),
     };
     let listening = |error: std::io::Error| context.os_error("the connections of joining ranks", &error);
-    let mut server = match Server::new(context.name, context.size, &keys, tls.as_ref(), listener) {
+    let mut server = match Server::new(context.name, context.groups, &keys, tls.as_ref(), listener) {
         Ok(server) => server,
         Err(error) => return failed(listening(error)),
     };
-    publish(context, RootRecord::Listening(address))?;
-    let admitted = admit_all(context, &mut server, own).and_then(|(ranks, places)| {
+    context.publish(Rank(0), RootRecord::Listening(address))?;
+    let mut roster = Roster::new(own);
+    let admitted = admit_all(context, &mut server, &mut roster).and_then(|(ranks, places)| {
         let world = World { ranks, tuning, scratch_bytes: context.config.scratch_bytes };
-        let answers = answers(&world, &places).map_err(|cause| context.config_error(cause))?;
+        let answers = answers(&world, &places, context.groups).map_err(|cause| context.config_error(cause))?;
         Ok((world, answers))
     });
     let (outcome, answers) = match admitted {
         Ok((world, answers)) => (Ok(world), answers),
         Err(error) => {
             let failure = JoinFailure::of(&error);
-            // Before any connection ends: a rank that finds none looks here once more.
+            // Before any connection ends: a rank that finds none looks here once more. Those that wait for a leader look under its key.
+            let mut lacking = roster.missing().into_iter().map(Rank).filter(|rank| context.groups.leads(*rank));
+            let mut tell = || {
+                context.publish(Rank(0), RootRecord::Ended(failure.clone()))?;
+                lacking.try_for_each(|leader| context.publish(leader, RootRecord::RootEnded))
+            };
             if context.store.keeps_values()
-                && let Err(unsaid) = publish(context, RootRecord::Ended(failure.clone()))
+                && let Err(unsaid) = tell()
             {
                 log::warn!("ranks that have not reached rank 0 may not learn why it waits no longer: {unsaid}");
             }
             let failed = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause))?;
-            (Err(error), vec![failed.into(); context.size])
+            (Err(error), vec![vec![failed.into()]; context.size])
         }
     };
     // Where one beyond the world has come, all have failed alike.
     let answer = |rank: Rank| answers[rank.index().min(context.size - 1)].clone();
-    server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening)?;
-    Ok((keys, outcome?))
+    let finished = server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening);
+    let world = outcome?;
+    finished?;
+    Ok((keys, world))
 }
 
-/// What each rank is told: the table, or from which rank to get it.
-pub(super) fn answers(world: &World, places: &[Option<Place>]) -> Result<Vec<Arc<[u8]>>, String> {
-    let tree = world.tree();
+/// The messages to each rank: the table, or from which rank to get it; to a leader what to tell its members, and then its own. To
+/// the members, none.
+pub(super) fn answers(world: &World, places: &[Option<Place>], groups: Groups) -> Result<Vec<Vec<Arc<[u8]>>>, String> {
+    let tree = world.tree(groups);
     let complete: Arc<[u8]> = JoinReply::Complete(world.clone()).message()?.into();
-    let answer = |rank: usize| match tree.parent(Rank::from(rank)) {
-        Rank(0) => Ok(complete.clone()),
-        parent => {
-            let place = places[parent.index()].clone();
-            let place = place.ok_or_else(|| format!("rank {parent} does not say where it listens"))?;
-            JoinReply::Ask { rank: parent, place }.message().map(Arc::from)
-        }
+    let ask = |rank: Rank| {
+        let place = places[rank.index()].clone();
+        let place = place.ok_or_else(|| format!("rank {rank} does not say where it listens"))?;
+        Ok::<_, String>(JoinReply::Ask { rank, place })
     };
-    (0..places.len()).map(answer).collect()
+    let answer = |rank: Rank| {
+        let mut messages = Vec::new();
+        if groups.listener_of(rank) != Rank(0) {
+            return Ok(messages);
+        }
+        let members = groups.members(rank);
+        if !members.is_empty() {
+            let replies = members.map(|member| Ok((member, ask(tree.parent(Rank(member)))?)));
+            messages.push(JoinReply::Members(replies.collect::<Result<BTreeMap<_, _>, String>>()?).message()?.into());
+        }
+        messages.push(match tree.parent(rank) {
+            Rank(0) => complete.clone(),
+            parent => ask(parent)?.message()?.into(),
+        });
+        Ok(messages)
+    };
+    (0..places.len()).map(Rank::from).map(answer).collect()
 }
 
 /// What rank 0 needs before it can accept joiners.
@@ -105,19 +129,13 @@ fn prepare(
     Ok(Prepared { keys, tls, own, listener, address, tuning })
 }
 
-fn publish(context: &JoinContext<'_>, root: RootRecord) -> Result<(), InitError> {
-    let record = StoreRecord { build: Build::own(), root };
-    let value = serde_json::to_vec(&record).map_err(|error| context.store_failed(error.to_string()))?;
-    context.store.set(ROOT_KEY, &value).map_err(|cause| context.store_failed(cause))
-}
-
 /// Waits for all ranks. Returns them in order, and where each listens.
 fn admit_all(
     context: &JoinContext<'_>,
     server: &mut Server<'_>,
-    own: RankInfo,
+    roster: &mut Roster,
 ) -> Result<(Vec<RankInfo>, Vec<Option<Place>>), InitError> {
-    let (mut roster, mut places) = (Roster::new(own), vec![None; context.size]);
+    let mut places = vec![None; context.size];
     loop {
         if let Some(table) = roster.table() {
             return Ok((table, places));
@@ -132,7 +150,10 @@ fn admit_all(
                     roster.add(info).map_err(|cause| context.config_error(cause))?;
                     places[rank.index()] = place;
                 }
-                Event::Left(rank) => roster.remove(rank),
+                Event::Left(rank) => {
+                    roster.remove(rank);
+                    context.groups.members(rank).for_each(|member| roster.remove(Rank(member)));
+                }
                 Event::Answered(_) => {}
             }
         }

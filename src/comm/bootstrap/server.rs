@@ -1,5 +1,6 @@
-//! The side of the bootstrap that listens: it authenticates joiners and answers them. Rank 0 does so for all ranks, and in a
-//! large world a rank that passes the table on for those below it in the [tree](super::tree).
+//! The side of the bootstrap that listens: it authenticates joiners and answers them. Rank 0 does so for all ranks; in a
+//! large world a [leader](super::groups) for its group, and a rank that passes the table on for those below it in the
+//! [tree](super::tree).
 //!
 //! One thread serves all connections, and no connection can delay the others: sockets do not block, a connection that has not
 //! proved itself within [`PROOF_TIMEOUT`] is dropped, and a turn looks only at those that have something.
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
 
-use super::protocol::{HELLO, JoinRequest, Joiner, Keys, ListenerState, Next};
+use super::groups::Groups;
+use super::protocol::{Came, HELLO, Joiner, Keys, ListenerState, Next, Relayed};
 use crate::comm::framing::{ReadBuffer, WriteBuffer};
 use crate::sync::Arc;
 use crate::sys::socket;
@@ -32,6 +34,9 @@ const UNAUTHENTICATED_MAX: usize = 256;
 /// The event data of the listener; those of connections count from 0.
 const LISTENER: u64 = u64::MAX;
 
+/// The event data of a socket of somebody else.
+const OTHER: u64 = u64::MAX - 1;
+
 /// How many events are taken at a time.
 const EVENTS_MAX: usize = 256;
 
@@ -40,18 +45,18 @@ const SLEEP_MAX: Duration = Duration::from_secs(86400);
 
 /// What has become of a rank.
 pub(super) enum Event {
-    /// It has proved that it knows the secret. The error says why it cannot take part.
+    /// It has proved that it knows the secret, to this server or to its leader. The error says why it cannot take part.
     Joined(Rank, Result<Box<Joiner>, String>),
     /// It has its answer, and its connection is closed.
     Answered(Rank),
-    /// Its connection has ended before that.
+    /// Its connection has ended before that. With a leader's, the ranks that join through it are gone, too.
     Left(Rank),
 }
 
 /// Listens for joiners until it is dropped.
 pub(super) struct Server<'a> {
     name: &'a str,
-    size: usize,
+    groups: Groups,
     keys: &'a Keys,
     tls: Option<&'a Tls>,
     listener: TcpListener,
@@ -68,10 +73,10 @@ pub(super) struct Server<'a> {
 }
 
 impl<'a> Server<'a> {
-    /// Serves those that connect to `listener` for the communicator `name` of `size` ranks.
+    /// Serves those that connect to `listener` for the communicator `name`, and those that join through them.
     pub(super) fn new(
         name: &'a str,
-        size: usize,
+        groups: Groups,
         keys: &'a Keys,
         tls: Option<&'a Tls>,
         listener: TcpListener,
@@ -80,7 +85,7 @@ impl<'a> Server<'a> {
         epoll::add(&epoll, &listener, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
         Ok(Server {
             name,
-            size,
+            groups,
             keys,
             tls,
             listener,
@@ -92,6 +97,12 @@ impl<'a> Server<'a> {
             unproved: VecDeque::new(),
             unauthenticated: 0,
         })
+    }
+
+    /// Has this socket end the sleep of a turn, too, when something comes by it and when it takes something after it has not.
+    pub(super) fn watch_other(&self, socket: &TcpStream) -> io::Result<()> {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
+        Ok(epoll::add(&self.epoll, socket, epoll::EventData::new_u64(OTHER), flags)?)
     }
 
     /// Sleeps until something happens or `deadline` is reached, and does what there is to do.
@@ -106,8 +117,8 @@ impl<'a> Server<'a> {
         let until = [proof, self.accept_after].into_iter().flatten().fold(deadline, Instant::min);
         let ready = self.wait(until.saturating_duration_since(now))?;
         let mut events = Vec::new();
-        for number in ready.iter().filter(|number| **number != LISTENER) {
-            events.extend(self.advance(*number)?);
+        for number in ready.iter().filter(|number| ![LISTENER, OTHER].contains(number)) {
+            self.advance(*number, &mut events)?;
         }
         // Last, so that no connection is dropped for new ones while there is something of it to be heard.
         if ready.contains(&LISTENER) {
@@ -117,13 +128,13 @@ impl<'a> Server<'a> {
     }
 
     /// Gives their answer to the ranks that have joined and have none. What a socket does not take at once is sent by turns.
-    pub(super) fn answer(&mut self, answer: impl Fn(Rank) -> Arc<[u8]>) -> io::Result<()> {
+    pub(super) fn answer(&mut self, answer: impl Fn(Rank) -> Vec<Arc<[u8]>>) -> io::Result<()> {
         for (number, connection) in &mut self.connections {
             if let Some(rank) = connection.rank
                 && !connection.is_answered
             {
                 connection.is_answered = true;
-                connection.outgoing = WriteBuffer::new(answer(rank));
+                answer(rank).into_iter().for_each(|message| connection.outgoing.push(message));
                 watch(&self.epoll, *number, connection)?;
             }
         }
@@ -139,7 +150,7 @@ impl<'a> Server<'a> {
     }
 
     /// Gives all that have joined their answer, and lets nobody else in. Gives up those that do not take it until `deadline`.
-    pub(super) fn finish(mut self, answer: impl Fn(Rank) -> Arc<[u8]>, deadline: Instant) -> io::Result<()> {
+    pub(super) fn finish(mut self, answer: impl Fn(Rank) -> Vec<Arc<[u8]>>, deadline: Instant) -> io::Result<()> {
         self.accept_after = None;
         self.watch_listener(false)?;
         for (_, number) in std::mem::take(&mut self.unproved) {
@@ -166,7 +177,7 @@ impl<'a> Server<'a> {
 
     fn accept(&mut self) -> io::Result<()> {
         for _ in 0..UNAUTHENTICATED_MAX {
-            match socket::admit(self.listener.accept(), |(stream, from)| Connection::new(stream, from)) {
+            match socket::admit(self.listener.accept(), |(stream, from)| Connection::new(stream, from, self.groups)) {
                 Ok(Some(connection)) => self.take_in(connection)?,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 // The peer closed the connection before it was accepted.
@@ -183,7 +194,7 @@ impl<'a> Server<'a> {
             }
         }
         // The oldest connections come first.
-        while self.unauthenticated > self.size + UNAUTHENTICATED_MAX
+        while self.unauthenticated > self.groups.size + UNAUTHENTICATED_MAX
             && let Some((_, number)) = self.unproved.pop_front()
         {
             self.drop_unless_authenticated(number);
@@ -236,37 +247,49 @@ impl<'a> Server<'a> {
     }
 
     /// Reads and writes what a connection has.
-    fn advance(&mut self, number: u64) -> io::Result<Option<Event>> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Ok(None) };
-        let event = match connection.advance(self.keys, self.tls) {
-            Ok(None) if connection.is_answered && connection.is_flushed() => {
-                return Ok(self.remove(number).map(Event::Answered));
-            }
-            Ok(None) => None,
-            Ok(Some((rank, request))) => {
-                connection.rank = Some(rank);
-                self.unauthenticated -= 1;
-                let lacks_tls = self.tls.is_some() && !connection.stream.is_protected();
-                let request = match request {
-                    Ok(_) if lacks_tls => Err(format!("rank {rank} joined without TLS, rank 0 has it")),
-                    request => request.map(Box::new).map_err(|cause| format!("rank {rank} failed: {cause}")),
-                };
-                connection.is_refused = request.is_err();
-                Some(Event::Joined(rank, request))
-            }
-            Err(cause) => {
-                let (from, name) = (connection.from, self.name);
-                match connection.is_answered {
-                    true => {
-                        log::warn!("communicator `{name}`: {from} did not take the outcome of the rendezvous: {cause}")
-                    }
-                    false => log::warn!("dropped the connection from {from} to communicator `{name}`: {cause}"),
+    fn advance(&mut self, number: u64, events: &mut Vec<Event>) -> io::Result<()> {
+        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
+        loop {
+            match connection.advance(self.keys, self.tls) {
+                Ok(None) if connection.is_over() => {
+                    events.extend(self.remove(number).map(Event::Answered));
+                    return Ok(());
                 }
-                return Ok(self.remove(number).map(Event::Left));
+                Ok(None) => break,
+                Ok(Some(Came::Joined(rank, request))) => {
+                    connection.rank = Some(rank);
+                    self.unauthenticated -= 1;
+                    let lacks_tls = self.tls.is_some() && !connection.stream.is_protected();
+                    let request = match *request {
+                        Ok(_) if lacks_tls => Err(format!("rank {rank} joined without TLS, rank 0 has it")),
+                        request => request.map(Box::new).map_err(|cause| format!("rank {rank} failed: {cause}")),
+                    };
+                    connection.is_refused = request.is_err();
+                    events.push(Event::Joined(rank, request));
+                    if !connection.state.relays() {
+                        break;
+                    }
+                }
+                Ok(Some(Came::Relayed(told))) => events.push(match *told {
+                    Relayed { rank, joined: Some(request) } => Event::Joined(rank, request.map(Box::new)),
+                    Relayed { rank, joined: None } => Event::Left(rank),
+                }),
+                Err(cause) => {
+                    let (from, name) = (connection.from, self.name);
+                    match connection.is_answered {
+                        true => {
+                            log::warn!(
+                                "communicator `{name}`: {from} did not take the outcome of the rendezvous: {cause}"
+                            )
+                        }
+                        false => log::warn!("dropped the connection from {from} to communicator `{name}`: {cause}"),
+                    }
+                    events.extend(self.remove(number).map(Event::Left));
+                    return Ok(());
+                }
             }
-        };
-        watch(&self.epoll, number, connection)?;
-        Ok(event)
+        }
+        watch(&self.epoll, number, connection)
     }
 }
 
@@ -290,27 +313,30 @@ struct Connection {
     /// That rank cannot take part.
     is_refused: bool,
     is_answered: bool,
+    /// The other side sends no more.
+    has_ended: bool,
 }
 
 impl Connection {
-    fn new(stream: TcpStream, from: SocketAddr) -> io::Result<Self> {
+    fn new(stream: TcpStream, from: SocketAddr, groups: Groups) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         Ok(Connection {
             stream: Stream::plain(stream),
             tls_detected: false,
             from: SocketAddr::new(from.ip().to_canonical(), from.port()),
-            state: ListenerState::new(),
+            state: ListenerState::new(groups),
             incoming: ReadBuffer::default(),
             outgoing: WriteBuffer::default(),
             rank: None,
             is_refused: false,
             is_answered: false,
+            has_ended: false,
         })
     }
 
     fn interest(&self) -> epoll::EventFlags {
-        match self.is_flushed() && !self.is_answered {
+        match self.is_flushed() && (!self.is_answered || self.state.relays()) {
             true => epoll::EventFlags::IN,
             false => epoll::EventFlags::IN | epoll::EventFlags::OUT,
         }
@@ -319,6 +345,12 @@ impl Connection {
     /// Whether every byte for the other side has left this process.
     fn is_flushed(&self) -> bool {
         self.outgoing.is_empty() && !self.stream.holds_bytes()
+    }
+
+    /// Whether the other side has its answer, and the connection may be closed. A leader may still be telling of ranks that go:
+    /// if that came to a closed connection, the system would reset it, and the end of the answer might be lost.
+    fn is_over(&self) -> bool {
+        self.is_answered && self.is_flushed() && (self.has_ended || !self.state.relays())
     }
 
     /// Learns from the first byte whether the other side speaks TLS. False: no byte has come.
@@ -338,8 +370,8 @@ impl Connection {
         Ok(true)
     }
 
-    /// Reads and answers what has come. Returns the joiner's request once it is complete.
-    fn advance(&mut self, keys: &Keys, tls: Option<&Tls>) -> Result<Option<(Rank, JoinRequest)>, String> {
+    /// Reads and answers what has come. Returns the joiner's request once it is complete, and then what it tells of others.
+    fn advance(&mut self, keys: &Keys, tls: Option<&Tls>) -> Result<Option<Came>, String> {
         let closed = |error: io::Error| match error.kind() {
             ErrorKind::UnexpectedEof => "it hung up".to_string(),
             _ => error.to_string(),
@@ -349,6 +381,7 @@ impl Connection {
         }
         self.send().map_err(closed)?;
         if self.is_answered && self.is_flushed() {
+            self.has_ended = self.state.relays() && self.skip().is_err();
             return Ok(None);
         }
         // After the last message, waits for one more byte: none comes, but the read notices a closed connection.
@@ -359,10 +392,18 @@ impl Connection {
                     self.outgoing = WriteBuffer::new(bytes.into());
                     self.send().map_err(closed)?;
                 }
-                Next::Joined(rank, request) => return Ok(Some((rank, *request))),
+                Next::Take(came) => return Ok(Some(came)),
             }
         }
         Ok(None)
+    }
+
+    /// Reads what has come, to no purpose. The end of the stream is an error.
+    fn skip(&mut self) -> io::Result<()> {
+        while self.incoming.fill(&mut self.stream, 4096)? {
+            self.incoming.take();
+        }
+        Ok(())
     }
 
     fn send(&mut self) -> io::Result<()> {
@@ -376,7 +417,7 @@ mod tests {
     use std::io::Read;
     use std::net::Shutdown;
 
-    use super::super::protocol::{INFO_BYTES_MAX, JoinerState, NONCE_BYTES, PROOF_BYTES, frame};
+    use super::super::protocol::{INFO_BYTES_MAX, JoinRequest, JoinerState, NONCE_BYTES, PROOF_BYTES, frame};
     use super::*;
     use crate::sys::net;
 
@@ -392,7 +433,7 @@ mod tests {
     fn serve(test: impl FnOnce(Server<'_>)) {
         let keys = Keys::random().expect("randomness");
         let listener = net::listen_anywhere().expect("a port");
-        test(Server::new("test", 2, &keys, None, listener).expect("a server"));
+        test(Server::new("test", Groups::one(2), &keys, None, listener).expect("a server"));
     }
 
     fn call(server: &Server<'_>) -> TcpStream {
@@ -445,7 +486,7 @@ mod tests {
             assert_eq!((server.connections.len(), server.unauthenticated), (1, 0), "one has joined");
             assert!(server.unproved.is_empty());
             drop(strangers);
-            let most = server.size + UNAUTHENTICATED_MAX;
+            let most = server.groups.size + UNAUTHENTICATED_MAX;
             let strangers: Vec<_> = (0..most + 3).map(|_| call(&server)).collect();
             turn_until(&mut server, |server| server.accepted == 4 + most as u64 + 3);
             assert_eq!((server.connections.len(), server.unauthenticated), (1 + most, most));
@@ -462,7 +503,7 @@ mod tests {
             // The listener was ready before this rank is.
             let mut strangers: Vec<_> = (0..10).map(|_| call(&server)).collect();
             turn_until(&mut server, |server| server.accepted == 11);
-            strangers.extend((0..server.size + UNAUTHENTICATED_MAX).map(|_| call(&server)));
+            strangers.extend((0..server.groups.size + UNAUTHENTICATED_MAX).map(|_| call(&server)));
             stream.write_all(&rest).expect("it takes the rest");
             let events = server.turn(Instant::now() + LONG).expect("it goes on");
             assert!(matches!(&events[..], [Event::Joined(Rank(1), Err(_))]), "{} events", events.len());
@@ -504,7 +545,7 @@ mod tests {
             let deadline = Instant::now() + LONG;
             let mut answered = Vec::new();
             while answered.is_empty() {
-                server.answer(|_| answer.clone()).expect("it is watched");
+                server.answer(|_| vec![answer.clone()]).expect("it is watched");
                 answered = server.turn(deadline).expect("it goes on");
                 assert!(Instant::now() < deadline, "it has come to a stop");
             }
@@ -518,7 +559,7 @@ mod tests {
     fn a_rank_that_hangs_up_once_it_has_its_answer_has_not_left() {
         serve(|mut server| {
             let stream = join(&mut server);
-            server.answer(|_| vec![7].into()).expect("it is watched");
+            server.answer(|_| vec![vec![7].into()]).expect("it is watched");
             stream.shutdown(Shutdown::Write).expect("it is open");
             let events = server.turn(Instant::now() + LONG).expect("it goes on");
             assert!(matches!(&events[..], [Event::Answered(Rank(1))]), "{} events", events.len());
@@ -540,7 +581,7 @@ mod tests {
         serve(|mut server| {
             let mut stream = join(&mut server);
             let mut stranger = call(&server);
-            server.finish(|_| vec![7].into(), Instant::now() + LONG).expect("it goes on");
+            server.finish(|_| vec![vec![7].into()], Instant::now() + LONG).expect("it goes on");
             let mut answer = Vec::new();
             assert_eq!(stream.read_to_end(&mut answer).expect("an answer"), 1);
             let end = stranger.read(&mut [0]).expect_err("it was not accepted");

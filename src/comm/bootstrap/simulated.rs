@@ -8,12 +8,14 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
 use super::build::Build;
+use super::groups::Groups;
+use super::leader;
 use super::protocol::{
     Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, Place,
-    RankInfo, frame,
+    RELAYED_BYTES_MAX, RankInfo, Relayed, frame,
 };
-use super::reply::World as Ranks;
-use super::root::answers;
+use super::reply::{JoinReply, World as Ranks};
+use super::root;
 use super::table;
 use super::tree::STAR_RANKS;
 use crate::algo::{ScratchLimit, Tuning};
@@ -30,7 +32,7 @@ pub fn simulate_start(world: &World, model: &Model, late: &[(usize, f64)]) -> Re
     let ranks = world.ranks();
     // So that what is much too large is refused at once: no description is shorter than the first.
     let lengths = table::fits(&imagined(world, 0).info, ranks)
-        .and_then(|()| Lengths::of((0..ranks).map(|rank| imagined(world, rank)).collect()));
+        .and_then(|()| Lengths::of((0..ranks).map(|rank| imagined(world, rank)).collect(), Groups::of(ranks)));
     let lengths = lengths.map_err(|cause| SimulateError::Table { ranks, cause })?;
     simulate_tasks(lengths.table as usize, world, model, late, |rank| lengths.tasks(rank, &start))
 }
@@ -89,21 +91,26 @@ fn scrambled(number: usize) -> u32 {
 
 /// The bytes that rank 0 receives and sends while these ranks meet, its own description among theirs.
 #[cfg(test)]
-pub(super) fn bytes_at_rank_0(joiners: Vec<Joiner>) -> (u64, u64) {
+pub(super) fn bytes_at_rank_0(joiners: Vec<Joiner>, groups: Groups) -> (u64, u64) {
     use crate::simulate::Time;
-    let start = Start { admit: Time::ZERO, table_per_rank: Time::ZERO };
-    Lengths::of(joiners).expect("a small world").tasks(Rank(0), &start).bytes()
+    let start = Start { admit: Time::ZERO, relay: Time::ZERO, table_per_rank: Time::ZERO };
+    Lengths::of(joiners, groups).expect("a small world").tasks(Rank(0), &start).bytes()
 }
 
 /// How long the messages of a bootstrap are, and between whom they go.
 struct Lengths {
+    groups: Groups,
     hello: u64,
     challenge: u64,
     proof: u64,
     /// What each rank tells of itself.
     requests: Vec<u64>,
-    /// What rank 0 answers each rank.
+    /// What a leader tells rank 0 of each rank that joins through it.
+    relayed: Vec<u64>,
+    /// What each rank is answered where it joins.
     answers: Vec<u64>,
+    /// What rank 0 tells a leader to answer its group.
+    for_groups: Vec<u64>,
     /// The answer with the table.
     table: u64,
     /// From whom each rank gets the table, and to whom it passes it.
@@ -113,37 +120,90 @@ struct Lengths {
 
 impl Lengths {
     /// Those of a world of these ranks, in order.
-    fn of(joiners: Vec<Joiner>) -> Result<Lengths, String> {
+    fn of(joiners: Vec<Joiner>, groups: Groups) -> Result<Lengths, String> {
         let (hello, challenge, proof) = proofs()?;
         let requests =
             joiners.iter().map(request).map(|request| Ok(request?.len() as u64)).collect::<Result<_, String>>()?;
+        let told = |joiner: &Joiner| match groups.listener_of(joiner.info.rank) {
+            Rank(0) => Ok(0),
+            _ => Ok(relayed(joiner)?.len() as u64),
+        };
+        let relayed = joiners.iter().map(told).collect::<Result<_, String>>()?;
         let (ranks, places): (Vec<_>, Vec<_>) = joiners.into_iter().map(|joiner| (joiner.info, joiner.place)).unzip();
         let world = Ranks { ranks, tuning: Tuning::default(), scratch_bytes: ScratchLimit::DEFAULT.limit() };
-        let answers: Vec<u64> = answers(&world, &places)?.iter().map(|answer| answer.len() as u64).collect();
-        let tree = world.tree();
+        let (mut answers, mut for_groups) = (vec![0; places.len()], vec![0; places.len()]);
+        for (rank, messages) in root::answers(&world, &places, groups)?.iter().enumerate() {
+            let Some((own, for_group)) = messages.split_last() else { continue };
+            answers[rank] = own.len() as u64;
+            let Some(for_group) = for_group.first() else { continue };
+            for_groups[rank] = for_group.len() as u64;
+            if let JoinReply::Members(replies) = JoinReply::parse(&for_group[size_of::<u32>()..], places.len())? {
+                let messages = leader::messages(replies)?;
+                messages.iter().for_each(|(member, message)| answers[member.index()] = message.len() as u64);
+            }
+        }
+        let tree = world.tree(groups);
         let parents: Vec<Rank> = (0..places.len()).map(|rank| tree.parent(Rank::from(rank))).collect();
         let mut children = vec![Vec::new(); parents.len()];
         for (rank, parent) in parents.iter().enumerate().skip(1) {
             children[parent.index()].push(Rank::from(rank));
         }
         let table = answers[0];
-        Ok(Lengths { hello, challenge, proof, requests, answers, table, parents, children })
+        Ok(Lengths {
+            groups,
+            hello,
+            challenge,
+            proof,
+            requests,
+            relayed,
+            answers,
+            for_groups,
+            table,
+            parents,
+            children,
+        })
     }
 
     fn tasks(&self, rank: Rank, start: &Start) -> Tasks {
         let mut tasks = Tasks::default();
         let table = Task::Work(start.table_per_rank.times(self.parents.len() as u64));
+        let listener = self.groups.listener_of(rank);
+        let members = || self.groups.members(rank).map(Rank);
         if rank == Rank(0) {
-            let all = (1..self.parents.len()).map(Rank::from);
-            let requests: Vec<StepId> = all.clone().map(|to| self.admit(&mut tasks, to, start, &[])).collect();
-            let written = tasks.push(table, requests);
-            all.for_each(|to| _ = tasks.push(Task::Send { to, bytes: self.answers[to.index()] }, [written]));
+            let direct =
+                || (1..self.parents.len()).map(Rank::from).filter(|to| self.groups.listener_of(*to) == Rank(0));
+            let mut known = Vec::new();
+            for to in direct() {
+                known.push(self.admit(&mut tasks, to, start, &[]));
+                for member in self.groups.members(to).map(Rank) {
+                    let bytes = self.relayed[member.index()];
+                    let told = tasks.push(Task::Receive { from: to, bytes }, [known[known.len() - 1]]);
+                    known.push(tasks.push(Task::Work(start.relay), [told]));
+                }
+            }
+            let written = tasks.push(table, known);
+            for to in direct() {
+                if self.groups.leads(to) {
+                    tasks.push(Task::Send { to, bytes: self.for_groups[to.index()] }, [written]);
+                }
+                tasks.push(Task::Send { to, bytes: self.answers[to.index()] }, [written]);
+            }
             return tasks;
         }
-        let mut told = self.join(&mut tasks, rank, Rank(0), self.answers[rank.index()], &[]);
+        let asked = self.join(&mut tasks, rank, listener, &[]);
+        for member in members() {
+            let joined = self.admit(&mut tasks, member, start, &[asked]);
+            tasks.push(Task::Send { to: listener, bytes: self.relayed[member.index()] }, [joined]);
+        }
+        if self.groups.leads(rank) {
+            let told = tasks.push(Task::Receive { from: listener, bytes: self.for_groups[rank.index()] }, [asked]);
+            members().for_each(|to| _ = tasks.push(Task::Send { to, bytes: self.answers[to.index()] }, [told]));
+        }
+        let mut told = tasks.push(Task::Receive { from: listener, bytes: self.answers[rank.index()] }, [asked]);
         let parent = self.parents[rank.index()];
         if parent != Rank(0) {
-            told = self.join(&mut tasks, rank, parent, self.table, &[told]);
+            let asked = self.join(&mut tasks, rank, parent, &[told]);
+            told = tasks.push(Task::Receive { from: parent, bytes: self.table }, [asked]);
         }
         let read = tasks.push(table, [told]);
         for &to in &self.children[rank.index()] {
@@ -153,8 +213,8 @@ impl Lengths {
         tasks
     }
 
-    /// A rank joins at `listener`, which answers in the end. TCP connects by a message there and one back.
-    fn join(&self, tasks: &mut Tasks, rank: Rank, listener: Rank, answer: u64, after: &[StepId]) -> StepId {
+    /// A rank joins at `listener`, up to the answer. TCP connects by a message there and one back.
+    fn join(&self, tasks: &mut Tasks, rank: Rank, listener: Rank, after: &[StepId]) -> StepId {
         let mut last = after.to_vec();
         let mut step = |task| last = vec![tasks.push(task, std::mem::take(&mut last))];
         let (send, receive) =
@@ -165,7 +225,6 @@ impl Lengths {
         step(receive(self.challenge));
         step(send(self.proof));
         step(send(self.requests[rank.index()]));
-        step(receive(answer));
         last[0]
     }
 
@@ -187,11 +246,16 @@ pub(super) fn request(joiner: &Joiner) -> Result<Vec<u8>, String> {
     frame(&request, INFO_BYTES_MAX)
 }
 
+/// What a leader tells of that rank.
+pub(super) fn relayed(joiner: &Joiner) -> Result<Vec<u8>, String> {
+    frame(&Relayed { rank: joiner.info.rank, joined: Some(Ok(joiner.clone())) }, RELAYED_BYTES_MAX)
+}
+
 /// How long the two sides' messages are before the request, by one talk of theirs.
 fn proofs() -> Result<(u64, u64, u64), String> {
     let random = |error: std::io::Error| error.to_string();
     let keys = Keys::random().map_err(random)?;
-    let (joiner, mut listener) = (JoinerState::new(Rank(1)).map_err(random)?, ListenerState::new());
+    let (joiner, mut listener) = (JoinerState::new(Rank(1)).map_err(random)?, ListenerState::new(Groups::one(2)));
     let hello = joiner.hello();
     let Next::Write(challenge) = listener.receive(&keys, [0; 32], &hello)? else {
         return Err("a listener does not answer".to_owned());
@@ -211,15 +275,15 @@ mod tests {
         Link { latency, overhead, gap: Time::ZERO, gap_per_byte: Time::ZERO, eager_bytes: u64::MAX }
     }
 
-    /// Nothing takes time but what is given.
+    /// Nothing takes time but what is given, and a tenth of `admit` to hear of a rank from a leader.
     fn model(latency: u64, overhead: u64, admit: u64, table_per_rank: u64) -> Model {
-        let [admit, table_per_rank] = [admit, table_per_rank].map(Time::femtoseconds);
+        let [admit, relay, table_per_rank] = [admit, admit / 10, table_per_rank].map(Time::femtoseconds);
         Model {
             within_host: link(latency, overhead),
             between_hosts: Some(link(latency, overhead)),
             reduce_per_byte: Time::ZERO,
             copy_per_byte: Time::ZERO,
-            start: Some(Start { admit, table_per_rank }),
+            start: Some(Start { admit, relay, table_per_rank }),
         }
     }
 
@@ -248,6 +312,14 @@ mod tests {
         assert_eq!(time(&deep, &model(0, 0, 0, 1)), Time::femtoseconds(4 * 512));
         let late = simulate_start(&flat, &model(0, 0, 100, 0), &[(7, 1e-9)]).unwrap();
         assert_eq!(late.time, Time::femtoseconds(1_000_000 + 100), "the others have been taken in by then");
+    }
+
+    #[test]
+    fn leaders_take_the_ranks_of_their_groups_in_at_the_same_time() {
+        // Rank 0 takes in 127 ranks and three leaders, and hears of 381. Then 16 hosts and seven ranks come for the table to the
+        // second host, and seven to each of these.
+        let deep = World::new(8, 64).unwrap();
+        assert_eq!(time(&deep, &model(0, 0, 100, 0)), Time::femtoseconds(130 * 100 + 381 * 10 + (16 + 7 + 7) * 100));
     }
 
     #[test]

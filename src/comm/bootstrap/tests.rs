@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use super::build::Build;
 use super::context::JoinContext;
+use super::groups::Groups;
 use super::joiner;
 use super::protocol::{Host, INFO_BYTES_MAX, JoinRequest, Joiner, Keys, RankInfo, frame};
 use super::relay;
 use super::reply::{JoinReply, World};
 use super::server::{Event, Server};
 use super::simulated::bytes_at_rank_0;
-use super::{Bootstrap, ROOT_KEY, join};
+use super::{Bootstrap, ROOT_KEY, join, join_by};
 use crate::algo::Tuning;
 use crate::comm::store::{MemoryStore, Store};
 use crate::config::Config;
@@ -23,15 +24,18 @@ use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
 
-const LONG: Duration = Duration::from_secs(60);
+pub(super) const LONG: Duration = Duration::from_secs(60);
 
 /// Nine hosts of eight ranks.
-const SIZE: usize = 72;
+pub(super) const SIZE: usize = 72;
+
+/// These ranks in groups, the last of which is shorter.
+pub(super) const GROUPS: Groups = Groups { size: SIZE, ranks: 16 };
 
 /// The first rank of the second host, which passes the table on to the host's others.
 const FIRST: usize = 8;
 
-fn config(rank: usize) -> Config {
+pub(super) fn config(rank: usize) -> Config {
     let hints = [("host_id".to_owned(), format!("host {}", rank / 8))];
     Config::resolve_with(&|_| None, &hints).expect("a setting")
 }
@@ -40,7 +44,7 @@ fn join_as(rank: usize, store: &dyn Store) -> Result<Bootstrap, InitError> {
     join("test", Rank::from(rank), SIZE, store, &config(rank), |_| Ok(BTreeMap::new()))
 }
 
-fn info(rank: usize, host: &Host) -> RankInfo {
+pub(super) fn info(rank: usize, host: &Host) -> RankInfo {
     RankInfo {
         rank: Rank::from(rank),
         host_id: host.id.clone(),
@@ -65,7 +69,7 @@ fn listen_no_more(_: &Keys, listener: TcpListener) {
 
 /// Takes all of its host in, and ends.
 fn hang_up(keys: &Keys, listener: TcpListener) {
-    let mut server = Server::new("test", 8, keys, None, listener).expect("a server");
+    let mut server = Server::new("test", Groups::one(8), keys, None, listener).expect("a server");
     let (mut joined, deadline) = (0, Instant::now() + LONG);
     while joined < 7 {
         assert!(Instant::now() < deadline, "{joined} have come");
@@ -80,8 +84,17 @@ fn join_and_end(store: &MemoryStore, end: End) {
     let host = Host::here(&config);
     let deadline = Instant::now() + LONG;
     let rank = Rank::from(FIRST);
-    let context = JoinContext { name: "test", rank, size: SIZE, store, config: &config, host: &host, deadline };
-    let (_, root) = joiner::find(&context).expect("rank 0 is there");
+    let context = JoinContext {
+        name: "test",
+        rank,
+        size: SIZE,
+        groups: Groups::one(SIZE),
+        store,
+        config: &config,
+        host: &host,
+        deadline,
+    };
+    let (_, root) = joiner::find(&context, None).expect("rank 0 is there");
     let (listener, place) = context.listen().expect("a port");
     let request: JoinRequest = Ok(Joiner { info: info(FIRST, &host), place: Some(place) });
     let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
@@ -153,6 +166,7 @@ fn who_cannot_take_part_gets_no_table_and_takes_no_place() {
         name: "test",
         rank: Rank::from(rank),
         size: SIZE,
+        groups: Groups::one(SIZE),
         store: &store,
         config: &config,
         host,
@@ -196,7 +210,9 @@ impl Store for Counted<'_> {
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
         let mut record: serde_json::Value =
             serde_json::from_slice(&self.store.get(key, timeout)?).map_err(|error| error.to_string())?;
-        record["root"]["Listening"]["place"]["port"] = self.relay.into();
+        if key == ROOT_KEY {
+            record["root"]["Listening"]["place"]["port"] = self.relay.into();
+        }
         Ok(record.to_string().into_bytes())
     }
 
@@ -234,13 +250,21 @@ fn relay(listener: &TcpListener, store: &MemoryStore, connections: usize) -> (u6
 
 #[test]
 fn rank_0_sends_and_receives_the_bytes_that_are_simulated() {
+    for groups in [Groups::one(SIZE), GROUPS] {
+        compare_with_simulation(groups);
+    }
+}
+
+fn compare_with_simulation(groups: Groups) {
     let (store, listener) = (&MemoryStore::default(), TcpListener::bind("0.0.0.0:0").expect("a port"));
     let counted = &Counted { store, relay: listener.local_addr().expect("a port").port() };
+    let direct = (1..SIZE).filter(|rank| groups.listener_of(Rank::from(*rank)) == Rank(0)).count();
     let (ranks, counts) = std::thread::scope(|scope| {
-        let counts = scope.spawn(|| relay(&listener, store, SIZE - 1));
+        let counts = scope.spawn(|| relay(&listener, store, direct));
         let join = |rank: usize| {
             let store: &dyn Store = if rank == 0 { store } else { counted };
-            scope.spawn(move || join_as(rank, store))
+            scope
+                .spawn(move || join_by(groups, "test", Rank::from(rank), store, &config(rank), |_| Ok(BTreeMap::new())))
         };
         let joined: Vec<_> = (0..SIZE).map(join).collect();
         let joined = joined.into_iter().map(|rank| rank.join().expect("no panic").expect("all come"));
@@ -250,9 +274,18 @@ fn rank_0_sends_and_receives_the_bytes_that_are_simulated() {
         let config = config(info.rank.index());
         let (host, deadline) = (Host::here(&config), Instant::now() + LONG);
         let rank = info.rank;
-        let context = JoinContext { name: "test", rank, size: SIZE, store, config: &config, host: &host, deadline };
+        let context = JoinContext {
+            name: "test",
+            rank,
+            size: SIZE,
+            groups: Groups::one(SIZE),
+            store,
+            config: &config,
+            host: &host,
+            deadline,
+        };
         // Of another port, which is as long: the system gives those of five digits.
         Joiner { info, place: Some(context.listen().expect("a port").1) }
     };
-    assert_eq!(bytes_at_rank_0(ranks.into_iter().map(joiner).collect()), counts);
+    assert_eq!(bytes_at_rank_0(ranks.into_iter().map(joiner).collect(), groups), counts);
 }

@@ -1,11 +1,13 @@
 //! By which ways the table of all ranks reaches each of them.
 //!
-//! In a small world rank 0 sends it to all. In a large one it goes down a tree, in which no rank sends it more than
+//! In a small world rank 0 sends it to all. In a large one it goes down a tree, in which no rank but a leader sends it more than
 //! 2 [`FAN_OUT`] times: from rank 0 to the first rank of each host, as in a heap of the hosts, and within each host likewise.
-//! All ranks derive the same tree from the table.
+//! A rank below rank 0 that has joined through a [leader](super::groups) gets it from the leader instead, since rank 0 has no
+//! connection to it. All ranks derive the same tree from the table.
 
 use std::collections::HashMap;
 
+use super::groups::Groups;
 use crate::types::Rank;
 
 /// Up to so many ranks get the table from rank 0, which has a connection to each.
@@ -21,7 +23,7 @@ pub(super) struct Tree {
 
 impl Tree {
     /// The tree of ranks on these hosts, in the order of ranks.
-    pub(super) fn over<'a>(hosts: impl ExactSizeIterator<Item = &'a str>) -> Tree {
+    pub(super) fn over<'a>(hosts: impl ExactSizeIterator<Item = &'a str>, groups: Groups) -> Tree {
         let mut parents = vec![Rank(0); hosts.len()];
         if parents.len() <= STAR_RANKS {
             return Tree { parents };
@@ -41,6 +43,10 @@ impl Tree {
             for (place, rank) in heap.iter().enumerate().skip(1) {
                 parents[rank.index()] = heap[(place - 1) / FAN_OUT];
             }
+        }
+        // That makes no circle: each rank gets it from one with a lower number, as before.
+        for (rank, parent) in parents.iter_mut().enumerate().filter(|(_, parent)| **parent == Rank(0)) {
+            *parent = groups.listener_of(Rank::from(rank));
         }
         Tree { parents }
     }
@@ -62,10 +68,15 @@ mod tests {
     use super::*;
 
     /// How often the table is sent one after the other until each rank has it, with `host` as the host of a rank.
-    fn depths(size: usize, host: impl Fn(usize) -> usize) -> Vec<usize> {
+    fn depths(groups: Groups, host: impl Fn(usize) -> usize) -> Vec<usize> {
+        let size = groups.size;
         let names: Vec<String> = (0..size).map(|rank| host(rank).to_string()).collect();
-        let tree = Tree::over(names.iter().map(String::as_str));
-        let most = if size <= STAR_RANKS { STAR_RANKS } else { 2 * FAN_OUT };
+        let tree = Tree::over(names.iter().map(String::as_str), groups);
+        let most = |rank: usize| match () {
+            () if size <= STAR_RANKS => STAR_RANKS,
+            () if groups.leads(Rank::from(rank)) => 4 * FAN_OUT,
+            () => 2 * FAN_OUT,
+        };
         let mut children = vec![0; size];
         let depth_of = |rank: usize| {
             let ways = std::iter::successors(Some(Rank::from(rank)), |rank| Some(tree.parent(*rank)));
@@ -76,10 +87,13 @@ mod tests {
             children[parent.index()] += 1;
             let (own, theirs) = (&names[rank], &names[parent.index()]);
             let is_first = names.iter().position(|name| name == own) == Some(rank);
-            assert!(own == theirs || is_first || size <= STAR_RANKS, "only a host's first rank gets it from elsewhere");
+            let is_by_leader = parent != Rank(0) && parent == groups.listener_of(Rank::from(rank));
+            let is_known = own == theirs || is_first || is_by_leader || size <= STAR_RANKS;
+            assert!(is_known, "only a host's first rank gets it from elsewhere");
+            assert!(parent != Rank(0) || groups.listener_of(Rank::from(rank)) == Rank(0), "rank 0 knows it");
         }
         for (rank, count) in children.iter().enumerate() {
-            assert!(*count <= most, "rank {rank} of {size} sends it {count} times");
+            assert!(*count <= most(rank), "rank {rank} of {size} sends it {count} times");
             assert_eq!(tree.children(Rank::from(rank)).len(), *count);
         }
         (0..size).map(depth_of).collect()
@@ -90,9 +104,12 @@ mod tests {
         for size in [1, 2, 64, 65, 66, 100, 1000] {
             for ranks_per_host in [1, 3, 8, 1000] {
                 for host in [|rank, of| rank / of, |rank: usize, of: usize| rank % of] {
-                    let deepest = depths(size, |rank| host(rank, ranks_per_host)).into_iter().max();
-                    let limit = if size <= STAR_RANKS { 1 } else { 6 };
-                    assert!(deepest.is_some_and(|deepest| deepest <= limit), "{size} ranks, {deepest:?}");
+                    for group in [size, 16, 128] {
+                        let groups = if size <= STAR_RANKS { Groups::one(size) } else { Groups { size, ranks: group } };
+                        let deepest = depths(groups, |rank| host(rank, ranks_per_host)).into_iter().max();
+                        let limit = if size <= STAR_RANKS { 1 } else { 8 };
+                        assert!(deepest.is_some_and(|deepest| deepest <= limit), "{size} ranks, {deepest:?}");
+                    }
                 }
             }
         }
@@ -101,7 +118,7 @@ mod tests {
     #[test]
     fn a_world_of_a_hundred_thousand_takes_a_handful_of_steps() {
         let names: Vec<String> = (0..100_000).map(|rank| (rank / 8).to_string()).collect();
-        let tree = Tree::over(names.iter().map(String::as_str));
+        let tree = Tree::over(names.iter().map(String::as_str), Groups::of(names.len()));
         let mut depths = vec![0; names.len()];
         for rank in 1..names.len() {
             let parent = tree.parent(Rank::from(rank));

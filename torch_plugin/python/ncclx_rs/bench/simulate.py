@@ -31,7 +31,7 @@ SCHEMA = 1
 # The version of the file of parameters; see src/simulate/model.rs.
 VERSION = 1
 _LINK = ("latency", "overhead", "gap", "gap_per_byte")
-_START = ("admit", "table_per_rank")
+_START = ("admit", "relay", "table_per_rank")
 # The limits of src/simulate/.
 _MOST_SECONDS = 3600.0
 _MOST_BYTES = 64 << 30
