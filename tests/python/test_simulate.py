@@ -127,11 +127,11 @@ def test_the_start_of_a_world_has_a_time_and_counts(parameters: Path, capsys: py
     assert told["schema"] == simulate.SCHEMA and told["late"] == {"3": 60.0}
     few, many = told["starts"]
     assert [(one["ranks"], one["hosts"]) for one in (few, many)] == [(8, 1), (4096, 512)]
-    # Rank 0 takes those of its group and 31 leaders in, and hears of the others, one after the other. Then the table goes down.
+    # Rank 0 takes those of its group and 31 leaders in, and hears of the others, one by one. Then comes the table.
     joined = (127 + 31) * START["admit"] + 31 * 127 * START["relay"]
     assert joined < many["seconds"] - many["late_costs"] < joined + 7 * 4096 * START["table_per_rank"]
     assert all(59 < one["late_costs"] < one["seconds"] < 61 for one in (few, many))
-    # Rank 0 of a few tells each of them once. A leader joins, takes 127 in, and passes the table to 16 hosts and its own.
+    # Rank 0 of a few tells each once. A leader joins, takes 127 in, and passes the table to 16 hosts and its own.
     assert many["rank_messages_max"] == 4 + 4 * 127 + 3 * (16 + 7) and few["rank_messages_max"] == 3 * 7
     # The table goes down a tree of which no rank has more than 32 below it, and of a rank it says less than 100 bytes.
     assert few["bytes"] < many["bytes"] < 100 * 4096
