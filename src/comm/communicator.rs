@@ -27,6 +27,7 @@ use crate::engine::window::{RmaOp, RmaRequest};
 use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
+use crate::sys::cache;
 use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
 use crate::sys::numa::{self, Home};
@@ -216,6 +217,7 @@ impl Communicator {
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
         engine.context.rndv.single_copy_bytes = config.single_copy_bytes;
         engine.context.rndv.single_copy = config.single_copy;
+        engine.context.rndv.hot_bytes = cache::second_level_bytes() / 2;
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
         engine.context.rndv.team = team;
         engine.collectives.algorithm.clone_from(&config.algorithm);

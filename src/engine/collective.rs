@@ -18,7 +18,7 @@ use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, Scratch, Spaces};
 use crate::engine::request::Request;
-use crate::engine::rndv::Known;
+use crate::engine::rndv::{HOT_EAGER_BYTES, Known};
 use crate::error::{Error, rank_list};
 use crate::schedule::{Action, StepId};
 use crate::signature::Signature;
@@ -359,9 +359,9 @@ impl Collectives {
         let (sequence, len) = (active.sequence, region.len());
         let is_busy = active.plan.is_busy(&active.request.spaces);
         let header = Header { is_busy, ..active.request.header(sequence, message, len) };
-        let (is_cache_hot, is_hot_eager) = (active.request.sends_cache_hot(), active.request.sends_hot_eagerly());
         let completion = Completion { op: OpId::Collective(sequence), step };
-        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_hot_eager);
+        let is_hot = active.request.sends_results_of(HOT_EAGER_BYTES);
+        let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_hot);
         if eager {
             if ctx.endpoints.send(to, header, Body::of(region), completion) {
                 self.step_done(sequence, step);
@@ -369,6 +369,7 @@ impl Collectives {
         } else {
             let key = (to, sequence, message);
             let is_asked = self.asked.remove(&key).is_some_and(|(_, asked)| asked == len as u64);
+            let is_cache_hot = active.request.sends_results_of(ctx.rndv.hot_bytes);
             let known = Known { is_asked, is_cache_hot };
             let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, known);
             self.announced.extend(sent.map(|token| (key, token)));

@@ -99,15 +99,15 @@ impl Choices {
         let class = Class::of(from, buffer, operation_bytes);
         let choice = self.by_class.entry(class).or_insert_with(|| Choice::new(first));
         choice.begin(buffer.completion.op);
-        buffer.timed = Some(Timed { since: now, operation_bytes, sample: choice.sample.number });
+        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, sample: choice.sample.number }));
         choice.sample.copying
     }
 
     /// A message has come whole, in the way that was chosen for it.
     pub(crate) fn came(&mut self, from: Rank, buffer: &RecvBuffer, now: Instant) {
-        let Some(timed) = buffer.timed else { return };
+        let Some(timed) = buffer.timed.as_deref() else { return };
         if let Some(choice) = self.by_class.get_mut(&Class::of(from, buffer, timed.operation_bytes)) {
-            choice.sample.add(timed, buffer.region.len(), now);
+            choice.sample.add(*timed, buffer.region.len(), now);
         }
     }
 

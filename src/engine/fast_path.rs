@@ -19,6 +19,7 @@ use crate::engine::progress::Engine;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::engine::region::Region;
 use crate::engine::request::Request;
+use crate::engine::rndv::HOT_EAGER_BYTES;
 use crate::schedule::{Action, StepId};
 use crate::sync::Arc;
 use crate::types::{Rank, Source};
@@ -140,7 +141,8 @@ impl Engine {
                     let region = request.spaces.region(from);
                     let header = request.header(sequence, message, region.len());
                     let ctx = &mut self.context;
-                    if ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), request.sends_hot_eagerly()) {
+                    let is_hot = request.sends_results_of(HOT_EAGER_BYTES);
+                    if ctx.rndv.is_eager(&mut ctx.endpoints, to, region.len(), is_hot) {
                         self.send_now(to, header, region, completion)
                     } else {
                         StepState::NotBegun

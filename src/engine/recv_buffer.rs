@@ -24,8 +24,8 @@ pub(crate) struct RecvBuffer {
     pub(crate) completion: Completion,
     /// Bytes that have come.
     pub(crate) received: usize,
-    /// Of a message for which there are two ways.
-    pub(crate) timed: Option<Timed>,
+    /// Of a message for which there are two ways, which is long: others are not to carry more for it.
+    pub(crate) timed: Option<Box<Timed>>,
 }
 
 /// What a message is measured by.

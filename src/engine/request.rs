@@ -10,7 +10,6 @@ use crate::engine::reduce::{self, Operands};
 use crate::engine::region::Spaces;
 use crate::schedule::{Action, Slice, Space};
 use crate::signature::Signature;
-use crate::sys::cache;
 use crate::sys::team::Team;
 use crate::types::{DType, ReduceOp};
 
@@ -89,18 +88,8 @@ impl Request {
         }
     }
 
-    /// Whether what it sends was just written, as a rule: intermediate results, of data short enough to stay in the core's own cache.
-    pub(crate) fn sends_cache_hot(&self) -> bool {
-        self.sends_results_of(cache::second_level_bytes() / 2)
-    }
-
-    /// Whether that is so, and its receivers are soon there.
-    pub(crate) fn sends_hot_eagerly(&self) -> bool {
-        self.sends_results_of(HOT_EAGER_BYTES)
-    }
-
-    /// Whether it sends intermediate results, of so many bytes at most.
-    fn sends_results_of(&self, most: usize) -> bool {
+    /// Whether what it sends was just written, as a rule: intermediate results, of data of so many bytes at most.
+    pub(crate) fn sends_results_of(&self, most: usize) -> bool {
         matches!(self.collective, Collective::AllReduce { .. }) && self.spaces.output.len() <= most
     }
 
@@ -124,6 +113,3 @@ impl Request {
         Some(RecvBuffer::new(self.spaces.region(into), action, completion))
     }
 }
-
-/// How much data a collective may have whose results are not worth being asked for.
-const HOT_EAGER_BYTES: usize = 512 * 1024;

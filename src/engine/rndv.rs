@@ -50,7 +50,7 @@ impl PendingSend {
 pub(crate) struct Known {
     /// Its receiver has asked for it.
     pub(crate) is_asked: bool,
-    /// It was just written, and is short enough to stay in a core's own cache.
+    /// It was just written, and lies in this core's own cache.
     pub(crate) is_cache_hot: bool,
 }
 
@@ -61,6 +61,8 @@ pub(crate) struct Rendezvous {
     pub(crate) single_copy_bytes: usize,
     /// Whether this rank reads them there.
     pub(crate) single_copy: Switch,
+    /// The results of collectives up to so long lie in this core's own cache as they are sent.
+    pub(crate) hot_bytes: usize,
     /// The host has more ranks than cores, or no thread is to poll.
     pub(crate) oversubscribed: bool,
     /// The threads that share copies and reductions.
@@ -83,6 +85,7 @@ impl Rendezvous {
             eager_bytes: 8192,
             single_copy_bytes: 0,
             single_copy: Switch::Auto,
+            hot_bytes: HOT_EAGER_BYTES,
             oversubscribed: false,
             team: Team::ALONE,
             pending_sends: FxHashMap::default(),
@@ -430,6 +433,9 @@ fn invalidate(endpoints: &mut Endpoints, pending: &mut PendingSend) {
         endpoints.send_control(pending.to, Header::control(FrameKind::Invalidated, match_space, 0, token, 0));
     }
 }
+
+/// The results of collectives up to so long are not worth being asked for.
+pub(crate) const HOT_EAGER_BYTES: usize = 512 * 1024;
 
 /// How many times as long a cache-hot message may be before it is read where it lies.
 const HOT_FACTOR: usize = 4;

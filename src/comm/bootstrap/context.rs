@@ -99,7 +99,7 @@ pub(super) struct RootAddress {
 pub(super) struct JoinContext<'a> {
     pub(super) name: &'a str,
     pub(super) rank: Rank,
-    pub(super) size: usize,
+    /// The world, and how it is cut.
     pub(super) groups: Groups,
     pub(super) store: &'a dyn Store,
     pub(super) config: &'a Config,

@@ -141,7 +141,6 @@ fn store_record(bytes: &[u8]) {
     let context = JoinContext {
         name: "fuzz",
         rank: Rank(1),
-        size: 2,
         groups: Groups::one(2),
         store: &store,
         config: &config,

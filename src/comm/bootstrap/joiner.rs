@@ -107,7 +107,7 @@ fn join_at(
     let reply = match group {
         None => connected
             .and_then(|mut stream| {
-                exchange(&mut stream, &request, context.size, deadline_after(Instant::now(), timeout))
+                exchange(&mut stream, &request, context.groups.size, deadline_after(Instant::now(), timeout))
                     .map_err(|error| context.lost(at, &error, timeout))
             })
             .map_err(|error| context.failure_in_store().unwrap_or(error)),
@@ -123,7 +123,7 @@ fn join_at(
     let mut reply = reply?;
     if let (JoinReply::Ask { rank, place }, _) = &reply {
         let mut stream = find(*rank, place, Instant::now() + REPLY_TIMEOUT)?;
-        let asked = exchange(&mut stream, &request, context.size, Instant::now() + REPLY_TIMEOUT);
+        let asked = exchange(&mut stream, &request, context.groups.size, Instant::now() + REPLY_TIMEOUT);
         reply = asked.map_err(|error| match error.kind() {
             ErrorKind::TimedOut => context.unreachable(*rank, format!("no table of ranks came in {REPLY_TIMEOUT:?}")),
             ErrorKind::UnexpectedEof => {
@@ -187,7 +187,7 @@ fn prepare_join(
             return differ("tls", &own.to_string(), &root.protection.to_string());
         }
         let tls = Tls::new(context.config, &keys.secret)?;
-        let (listener, place) = (context.size > STAR_RANKS).then(|| context.listen()).transpose()?.unzip();
+        let (listener, place) = (context.groups.size > STAR_RANKS).then(|| context.listen()).transpose()?.unzip();
         let joiner = Joiner { info: describe(&keys)?, place };
         // Last: this rank will join unless rank 0 cannot be reached.
         let group = context.groups.leads(context.rank).then(|| leader::listen(context, root)).transpose()?;
@@ -336,7 +336,7 @@ pub(super) fn connect_any(
         refusals += u32::from(all_fatal);
         if refusals >= REFUSALS_MAX || Instant::now() + pause >= deadline {
             if let Some(error) = lack {
-                let cause = shortage::describe(&error, context.size, 1);
+                let cause = shortage::describe(&error, context.groups.size, 1);
                 let what = format!("a connection to rank {rank}");
                 return Err(context.os_error(&what, &io::Error::new(error.kind(), cause)));
             }

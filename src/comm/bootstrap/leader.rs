@@ -91,7 +91,8 @@ fn relay(
     let deadline = deadline_after(Instant::now(), timeout);
     loop {
         while let Some(message) = root.advance().map_err(lost)? {
-            let reply = JoinReply::parse(&message, context.size).map_err(|cause| lost(io::Error::other(cause)))?;
+            let reply =
+                JoinReply::parse(&message, context.groups.size).map_err(|cause| lost(io::Error::other(cause)))?;
             let JoinReply::Members(replies) = reply else { return Ok((reply, message)) };
             let answers = messages(replies).map_err(|cause| context.config_error(cause))?;
             server.answer(|rank| answers.get(&rank).cloned().into_iter().collect()).map_err(serving)?;
@@ -121,7 +122,7 @@ fn relay(
 /// Why a rank cannot take part that has come to this leader, but is not of its group.
 fn stranger(context: &JoinContext<'_>, info: &RankInfo) -> String {
     let RankInfo { rank, host_id: host, world_size: theirs, .. } = info;
-    let (own, size) = (context.rank, context.size);
+    let (own, size) = (context.rank, context.groups.size);
     if *theirs as usize == size {
         return format!("rank {rank} on host `{host}` came to rank {own}, which does not lead it");
     }

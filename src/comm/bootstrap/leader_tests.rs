@@ -12,7 +12,7 @@ use super::protocol::{
     Came, Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, Next, Place, RELAYED_BYTES_MAX,
     RankInfo, Relayed, frame,
 };
-use super::tests::{GROUPS, LONG, SIZE, config, info};
+use super::tests::{GROUPS, LONG, SIZE, config, info, with_context};
 use super::{Bootstrap, join_by, joiner, leader};
 use crate::comm::store::{MemoryStore, Store};
 use crate::config::Config;
@@ -169,16 +169,15 @@ fn an_absent_root_is_named_to_all() {
 
 /// The connection of a rank that has proved itself and sent these bytes, where it joins.
 fn call(store: &dyn Store, rank: usize, request: impl Fn(&JoinContext<'_>) -> Vec<u8>) -> Stream {
-    let config = config(rank);
-    let (host, deadline, groups) = (Host::here(&config), Instant::now() + LONG, GROUPS);
-    let rank = Rank::from(rank);
-    let context = JoinContext { name: "test", rank, size: SIZE, groups, store, config: &config, host: &host, deadline };
-    let (_, found) = joiner::find(&context, None).expect("it is there");
-    let routes = joiner::routes(&found.place, &host).expect("it is near");
-    let at = groups.listener_of(rank);
-    let mut stream = joiner::connect_any(&context, &found.keys, None, at, &routes, deadline).expect("it listens");
-    stream.write_all(&request(&context)).expect("it takes it");
-    stream
+    with_context(rank, GROUPS, store, |context| {
+        let (_, found) = joiner::find(context, None).expect("it is there");
+        let routes = joiner::routes(&found.place, context.host).expect("it is near");
+        let at = GROUPS.listener_of(context.rank);
+        let mut stream =
+            joiner::connect_any(context, &found.keys, None, at, &routes, context.deadline).expect("it listens");
+        stream.write_all(&request(context)).expect("it takes it");
+        stream
+    })
 }
 
 fn request(info: RankInfo, context: &JoinContext<'_>) -> Vec<u8> {
@@ -339,25 +338,27 @@ fn a_rank_that_comes_to_a_leader_of_others_is_named_to_all() {
 
 #[test]
 fn what_another_communicator_left_in_the_store_leads_nobody_astray() {
-    let (store, own) = (&MemoryStore::default(), config(LEADER));
-    let (host, deadline) = (Host::here(&own), Instant::now() + LONG);
-    let rank = Rank::from(LEADER);
-    let context =
-        JoinContext { name: "test", rank, size: SIZE, groups: GROUPS, store, config: &own, host: &host, deadline };
-    // Nobody listens there.
-    let place = Place { port: 1, ..context.listen().expect("a port").1 };
-    let root = RootAddress {
-        place,
-        timeout: LONG,
-        keys: Keys::random().expect("randomness"),
-        uses_job_secret: false,
-        protection: Protection::of(&own),
-    };
-    context.publish(rank, RootRecord::Listening(root)).expect("it takes it");
-    context.publish(Rank(32), RootRecord::RootEnded).expect("it takes it");
+    let store = &Counted { store: &MemoryStore::default(), sets: AtomicUsize::new(0), gets: AtomicUsize::new(0) };
+    with_context(LEADER, GROUPS, store, |context| {
+        // Nobody listens there.
+        let place = Place { port: 1, ..context.listen().expect("a port").1 };
+        let root = RootAddress {
+            place,
+            timeout: LONG,
+            keys: Keys::random().expect("randomness"),
+            uses_job_secret: false,
+            protection: Protection::of(context.config),
+        };
+        context.publish(context.rank, RootRecord::Listening(root)).expect("it takes it");
+        context.publish(Rank(32), RootRecord::RootEnded).expect("it takes it");
+    });
     let outcomes = meet(store, &[LEADER, 32], config, || {
-        // Meanwhile the others try what is there.
-        std::thread::sleep(Duration::from_secs(1));
+        // Each has read what is there, and each of the two groups twice more: rank 0's record, and its leader's again.
+        let deadline = Instant::now() + LONG;
+        while store.gets.load(Ordering::Relaxed) < SIZE - 3 + 2 * 30 {
+            assert!(Instant::now() < deadline, "nobody looks again");
+            std::thread::sleep(Duration::from_millis(10));
+        }
         std::thread::scope(|scope| {
             for leader in [LEADER, 32] {
                 scope.spawn(move || join_as(GROUPS, leader, store, &config(leader)).expect("all come"));

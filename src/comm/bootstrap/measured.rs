@@ -33,16 +33,7 @@ pub(crate) fn measure_start() -> Result<Start, InitError> {
     let host = Host::here(&config);
     let context = |rank: Rank| {
         let (groups, deadline) = (Groups { size: 2 * RANKS, ranks: RANKS }, Instant::now() + ROUND_TIMEOUT);
-        JoinContext {
-            name: "measure",
-            rank,
-            size: groups.size,
-            groups,
-            store: &store,
-            config: &config,
-            host: &host,
-            deadline,
-        }
+        JoinContext { name: "measure", rank, groups, store: &store, config: &config, host: &host, deadline }
     };
     let root = context(Rank(0));
     let world = World::new(8, 2 * RANKS / 8).expect("a world");

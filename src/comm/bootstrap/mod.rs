@@ -115,7 +115,7 @@ fn join_by(
     })?;
     let host = Host::here(config);
     let deadline = deadline_after(start, config.connect_timeout);
-    let context = JoinContext { name, rank, size, groups, store, config, host: &host, deadline };
+    let context = JoinContext { name, rank, groups, store, config, host: &host, deadline };
     let mut describe = |keys: &Keys| {
         let (cpus, quota) = process::own_cpus();
         Ok(RankInfo {

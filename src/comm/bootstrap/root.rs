@@ -58,11 +58,11 @@ pub(super) fn serve(
                 log::warn!("ranks that have not reached rank 0 may not learn why it waits no longer: {unsaid}");
             }
             let failed = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause))?;
-            (Err(error), vec![vec![failed.into()]; context.size])
+            (Err(error), vec![vec![failed.into()]; context.groups.size])
         }
     };
     // Where one beyond the world has come, all have failed alike.
-    let answer = |rank: Rank| answers[rank.index().min(context.size - 1)].clone();
+    let answer = |rank: Rank| answers[rank.index().min(context.groups.size - 1)].clone();
     let finished = server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening);
     let world = outcome?;
     finished?;
@@ -135,7 +135,7 @@ fn admit_all(
     server: &mut Server<'_>,
     roster: &mut Roster,
 ) -> Result<(Vec<RankInfo>, Vec<Option<Place>>), InitError> {
-    let mut places = vec![None; context.size];
+    let mut places = vec![None; context.groups.size];
     loop {
         if let Some(table) = roster.table() {
             return Ok((table, places));

@@ -44,6 +44,19 @@ fn join_as(rank: usize, store: &dyn Store) -> Result<Bootstrap, InitError> {
     join("test", Rank::from(rank), SIZE, store, &config(rank), |_| Ok(BTreeMap::new()))
 }
 
+/// What `act` does as a rank that begins to join.
+pub(super) fn with_context<T>(
+    rank: usize,
+    groups: Groups,
+    store: &dyn Store,
+    act: impl FnOnce(&JoinContext<'_>) -> T,
+) -> T {
+    let config = config(rank);
+    let host = Host::here(&config);
+    let (rank, deadline) = (Rank::from(rank), Instant::now() + LONG);
+    act(&JoinContext { name: "test", rank, groups, store, config: &config, host: &host, deadline })
+}
+
 pub(super) fn info(rank: usize, host: &Host) -> RankInfo {
     RankInfo {
         rank: Rank::from(rank),
@@ -80,29 +93,19 @@ fn hang_up(keys: &Keys, listener: TcpListener) {
 
 /// Joins as [`FIRST`], says that it listens, and ends when it has the table.
 fn join_and_end(store: &MemoryStore, end: End) {
-    let config = config(FIRST);
-    let host = Host::here(&config);
-    let deadline = Instant::now() + LONG;
-    let rank = Rank::from(FIRST);
-    let context = JoinContext {
-        name: "test",
-        rank,
-        size: SIZE,
-        groups: Groups::one(SIZE),
-        store,
-        config: &config,
-        host: &host,
-        deadline,
-    };
-    let (_, root) = joiner::find(&context, None).expect("rank 0 is there");
-    let (listener, place) = context.listen().expect("a port");
-    let request: JoinRequest = Ok(Joiner { info: info(FIRST, &host), place: Some(place) });
-    let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
-    let routes = joiner::routes(&root.place, &host).expect("it is near");
-    let mut stream = joiner::connect_any(&context, &root.keys, None, Rank(0), &routes, deadline).expect("it listens");
-    let (reply, _) = joiner::exchange(&mut stream, &request, SIZE, deadline).expect("an answer");
-    assert!(matches!(reply, JoinReply::Complete(_)), "{reply:?}");
-    end(&root.keys, listener);
+    with_context(FIRST, Groups::one(SIZE), store, |context| {
+        let (host, deadline) = (context.host, context.deadline);
+        let (_, root) = joiner::find(context, None).expect("rank 0 is there");
+        let (listener, place) = context.listen().expect("a port");
+        let request: JoinRequest = Ok(Joiner { info: info(FIRST, host), place: Some(place) });
+        let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
+        let routes = joiner::routes(&root.place, host).expect("it is near");
+        let mut stream =
+            joiner::connect_any(context, &root.keys, None, Rank(0), &routes, deadline).expect("it listens");
+        let (reply, _) = joiner::exchange(&mut stream, &request, SIZE, deadline).expect("an answer");
+        assert!(matches!(reply, JoinReply::Complete(_)), "{reply:?}");
+        end(&root.keys, listener);
+    });
 }
 
 #[test]
@@ -165,7 +168,6 @@ fn who_cannot_take_part_gets_no_table_and_takes_no_place() {
     let context = |rank: usize| JoinContext {
         name: "test",
         rank: Rank::from(rank),
-        size: SIZE,
         groups: Groups::one(SIZE),
         store: &store,
         config: &config,
@@ -271,21 +273,9 @@ fn compare_with_simulation(groups: Groups) {
         (joined.last().expect("some").ranks, counts.join().expect("no panic"))
     });
     let joiner = |info: RankInfo| {
-        let config = config(info.rank.index());
-        let (host, deadline) = (Host::here(&config), Instant::now() + LONG);
-        let rank = info.rank;
-        let context = JoinContext {
-            name: "test",
-            rank,
-            size: SIZE,
-            groups: Groups::one(SIZE),
-            store,
-            config: &config,
-            host: &host,
-            deadline,
-        };
         // Of another port, which is as long: the system gives those of five digits.
-        Joiner { info, place: Some(context.listen().expect("a port").1) }
+        let (_, place) = with_context(info.rank.index(), groups, store, |context| context.listen()).expect("a port");
+        Joiner { info, place: Some(place) }
     };
     assert_eq!(bytes_at_rank_0(ranks.into_iter().map(joiner).collect(), groups), counts);
 }
