@@ -18,6 +18,7 @@ use crate::device::in_flight::Ends;
 use crate::device::messages::{BatchRequest, Message, Messages, Peers};
 use crate::device::other_hosts::Exchange;
 use crate::device::pairs::{Libraries, PairSetup};
+use crate::device::regions::Regions;
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
@@ -277,7 +278,15 @@ impl DeviceSide {
         // Another thread may have been faster.
         if self.executor.get().is_none() {
             match self.set_up(group, device, timeout) {
-                Ok(executor) => _ = self.executor.set(Arc::new(executor)),
+                Ok(executor) => {
+                    let executor = Arc::new(executor);
+                    _ = self.executor.set(executor.clone());
+                    // If this rank has left meanwhile, nobody else gives up what the other ranks wait for.
+                    check_open(group, operation).inspect_err(|error| {
+                        executor.leave(error.clone());
+                        executor.close(Regions::default());
+                    })?;
+                }
                 Err(Refusal::ForNow(error)) => return Err(error),
                 Err(Refusal::ForGood(error)) => {
                     *failed = Some(error.clone());
@@ -326,8 +335,11 @@ impl DeviceSide {
             (executor, lacks)
         });
         let (executor, told) = setup::split(own.map_err(setup::failed("what runs operations")));
-        let lacks: Vec<Option<String>> =
-            setup::tell(group.name(), &names, &mut all_gather, told).map_err(Refusal::of)?;
+        let lacks: Result<Vec<Option<String>>, Error> = setup::tell(group.name(), &names, &mut all_gather, told);
+        let lacks = lacks.map_err(|error| {
+            executor.iter().for_each(|executor| executor.never_begins(&error));
+            Refusal::of(error)
+        })?;
         let mut executor = executor.expect("no rank has told a failure");
         if let Some((rank, why)) = names.iter().zip(lacks).find_map(|(rank, lacks)| Some((*rank, lacks?))) {
             executor.lacks_compiler(rank, &why);

@@ -561,6 +561,11 @@ impl Executor {
         self.in_flight.leave(error);
     }
 
+    /// Gives up all operations, since the last step of the setup has failed here.
+    pub(crate) fn never_begins(&self, error: &Error) {
+        self.in_flight.never_begins(error);
+    }
+
     /// Has the reaper give memory back once the device does not use it any more, and what the program has lent after it. This
     /// rank must have left before.
     pub(crate) fn close(&self, lent: Regions) {

@@ -423,6 +423,14 @@ impl InFlight {
         self.fail(number, kind, culprit, error.clone());
     }
 
+    /// Gives up all operations, since the last step of the setup has failed here. Other ranks may have heard what they wait for
+    /// in that step, and so wait for operations of this rank, unless the error is what a rank has told to all of them.
+    pub(crate) fn never_begins(&self, error: &Error) {
+        if !matches!(error, Error::Init(_)) {
+            self.fail_too(1, error);
+        }
+    }
+
     fn give_up(&self, state: &mut State, number: u64, kind: FailureKind, culprit: Rank, error: Error) {
         if !state.is_sound(number) {
             return;

@@ -274,9 +274,6 @@ impl Pair {
                 Cells::Far(memory)
             }
         };
-        // On both ranks, what may wait for a device is over before either puts anything on a stream.
-        setup::tell(comm, &names, all_gather, told).inspect_err(|_| far.forget(peer))?;
-        let events = events.expect("no rank has told a failure");
         let hosts = |lane| matches!(cells, Cells::Far(_)).then(|| far.lane(peer, lane));
         let in_flight = |lane| {
             let in_flight = InFlight::new(comm.clone(), lane, control.clone(), ends.clone(), hosts(lane));
@@ -285,7 +282,14 @@ impl Pair {
             }
             in_flight
         };
-        let link = Link { in_flight: [in_flight(0), in_flight(1)], control };
+        let in_flight = [in_flight(0), in_flight(1)];
+        // On both ranks, what may wait for a device is over before either puts anything on a stream.
+        setup::tell(comm, &names, all_gather, told).inspect_err(|error| {
+            in_flight.iter().for_each(|in_flight| in_flight.never_begins(error));
+            far.forget(peer);
+        })?;
+        let events = events.expect("no rank has told a failure");
+        let link = Link { in_flight, control };
         let ends = events.map(|end| End { number: 0, by_library: 0, last: None, end });
         let (link, registered) = (Arc::new(link), Arc::new(registered));
         Ok(Pair { link, context, library, layout, words, registered, width, cells, me: place, ends })

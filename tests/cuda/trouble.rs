@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ncclx_rs::comm::store::MemoryStore;
-use ncclx_rs::sync::{Arc, Ordering};
+use ncclx_rs::sync::{Arc, Mutex, Ordering};
 use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Stream, Width};
 use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp, Work};
@@ -148,26 +148,58 @@ fn what_one_rank_gives_up_ends_though_a_later_call_disagrees() {
     });
 }
 
+/// Aborts rank 0 at many moments before and after the end of a setup. `call` does something with the other rank of two.
+fn abort_about_a_setup(call: impl Fn(&OnDevice, &DeviceMemory) -> Result<(), Error> + Sync) {
+    const MOMENTS: u32 = 24;
+    let setup = Mutex::new(Duration::ZERO);
+    world(2, &[], |rank| {
+        let (memory, begin) = (rank.memory(&[1.0]), Instant::now());
+        call(&rank, &memory).expect("a call");
+        let mut setup = setup.lock().expect("a lock");
+        *setup = begin.elapsed().max(*setup);
+        drop(setup);
+        rank.leave(memory);
+    });
+    let setup = setup.into_inner().expect("a lock");
+    for moment in 0..MOMENTS {
+        world(2, &[], |rank| {
+            let (memory, begin) = (rank.memory(&[1.0]), Instant::now());
+            std::thread::scope(|scope| {
+                if rank.me() == 0 {
+                    scope.spawn(|| {
+                        let at = begin + setup * moment / (MOMENTS / 2);
+                        while Instant::now() < at {
+                            std::thread::yield_now();
+                        }
+                        rank.comm.abort("it had enough");
+                    });
+                }
+                // Some may succeed before; none waits for ever.
+                while call(&rank, &memory).is_ok() {}
+            });
+            rank.stream.synchronize().expect("a stream that runs out");
+            rank.comm.shutdown().expect("an end");
+        });
+    }
+}
+
 #[test]
 fn an_abort_ends_the_setup_for_all() {
-    alone("trouble::an_abort_ends_the_setup_for_all", &[&[]], || {
-        for moment in 0..8 {
-            world(2, &[], |rank| {
-                let memory = rank.memory(&[1.0]);
-                std::thread::scope(|scope| {
-                    if rank.me() == 0 {
-                        scope.spawn(|| {
-                            (0..moment * 50).for_each(|_| std::thread::yield_now());
-                            rank.comm.abort("it had enough");
-                        });
-                    }
-                    // Some may succeed before; none waits for ever.
-                    while rank.sum(&memory).is_ok() {}
-                });
-                rank.stream.synchronize().expect("a stream that runs out");
-                rank.comm.shutdown().expect("an end");
-            });
-        }
+    alone("trouble::an_abort_ends_the_setup_for_all", &[&[]], || abort_about_a_setup(|rank, memory| rank.sum(memory)));
+}
+
+#[test]
+fn an_abort_ends_the_setup_of_a_pair_for_both() {
+    alone("trouble::an_abort_ends_the_setup_of_a_pair_for_both", &[&[]], || {
+        abort_about_a_setup(|rank, memory| {
+            let other = 1 - rank.me();
+            let op = if rank.me() == 0 {
+                rank.submit(send(other, 0), &[memory], &[])
+            } else {
+                rank.submit(recv(other, 0), &[], &[memory])
+            };
+            op?.wait(None)
+        });
     });
 }
 

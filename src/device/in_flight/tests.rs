@@ -1,5 +1,6 @@
 use super::*;
 use crate::device::words::ControlLayout;
+use crate::error::InitError;
 use crate::op::CollectiveKind;
 use crate::sys::cuda::Width;
 use crate::sys::words::SharedWords;
@@ -134,6 +135,26 @@ fn operations_before_the_one_that_failed_end_well_before_streams_are_released() 
     assert_eq!(side.in_flight.tick(now), Look::Never);
     assert!(matches!(second.result(), Some(Err(Error::Device { .. }))) && !side.in_flight.is_stuck());
     drop(other);
+}
+
+#[test]
+fn a_setup_that_fails_on_one_rank_alone_ends_operations_of_others() {
+    let call = || "all_reduce".to_owned();
+    let closed = || Error::Closed { operation: call(), comm: "test".to_owned(), how: "aborted: enough".to_owned() };
+    let told = InitError::Config("no memory on rank 0".to_owned());
+    for (error, is_alone) in [(closed(), true), (told.into(), false)] {
+        let [leaving, side] = sides();
+        leaving.in_flight.never_begins(&error);
+        let work = side.begin(1, LONG);
+        let look = side.in_flight.tick(Instant::now());
+        assert_eq!(look, if is_alone { Look::Soon } else { Look::Later }, "{error:?}");
+        side.stream_ends(1);
+        match work.wait(None) {
+            Err(Error::PeerLost { rank: 0, cause, .. }) if is_alone => assert_eq!(cause, "it aborted: enough"),
+            Ok(()) if !is_alone => {}
+            other => panic!("{error:?}: {other:?}"),
+        }
+    }
 }
 
 #[test]
