@@ -131,6 +131,8 @@ fn table(comm: &Communicator, operation: &str, options: &Options) -> Outcome<()>
         let mut call = call(comm, operation, bytes)?;
         timed(comm, &mut call, WARM_UP)?;
         let mine = timed(comm, &mut call, calls)? * 1e6 / calls as f64 / trips(operation);
+        // What a rank shares with others goes with its call, when the last of them has made its own.
+        comm.barrier()?;
         let taking_part = if of_two { 2 } else { comm.size() };
         let mut times = vec![0.0; comm.size()];
         comm.gather(&mut times, &[mine], ROOT)?;

@@ -51,6 +51,8 @@ pub struct Schedule {
     pub sums: usize,
     /// The steps before this one only prepare what goes to other hosts: see [`Builder::outward`].
     pub inward: StepId,
+    /// How many of the last steps receive empty messages that only tell what their senders have called.
+    pub words: usize,
 }
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
@@ -72,6 +74,7 @@ pub struct Builder {
     fence: Option<StepId>,
     fence_pending: bool,
     inward: StepId,
+    words: usize,
 }
 
 impl Builder {
@@ -88,6 +91,7 @@ impl Builder {
             fence: None,
             fence_pending: false,
             inward: 0,
+            words: 0,
         }
     }
 
@@ -199,6 +203,24 @@ impl Builder {
         self.inward = 0;
     }
 
+    /// Puts receives of empty messages, which only tell what their senders have called, behind all other steps.
+    pub(crate) fn put_last(&mut self, senders: Vec<Rank>) {
+        let before = self.steps.len();
+        for from in senders {
+            self.push(Action::Recv { from, into: Slice::empty() });
+        }
+        self.words = self.steps.len() - before;
+    }
+
+    /// Whether a step so far sends or receives data.
+    pub(crate) fn moves_data(&self) -> bool {
+        self.steps.iter().any(|step| match step.action {
+            Action::Send { from: slice, .. } | Action::Recv { into: slice, .. } => slice.len > 0,
+            Action::RecvReduce { into, .. } => into.len > 0,
+            _ => false,
+        })
+    }
+
     /// Whether a step so far sends to `rank`.
     pub(crate) fn sends_to(&self, rank: Rank) -> bool {
         self.steps.iter().any(|step| matches!(step.action, Action::Send { to, .. } if to == rank))
@@ -215,7 +237,8 @@ impl Builder {
 
     /// The finished schedule.
     pub fn finish(self) -> Schedule {
-        Schedule { name: self.name, steps: self.steps, scratch: self.scratch, sums: self.sums, inward: self.inward }
+        let Builder { name, steps, scratch, sums, inward, words, .. } = self;
+        Schedule { name, steps, scratch, sums, inward, words }
     }
 }
 

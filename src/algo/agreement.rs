@@ -1,6 +1,7 @@
 //! Agreement: no rank finishes a collective before it knows that all have called the same, so that a disagreement
 //! between any two of them is an error on every rank, also where data flows between few. A message's header tells what
-//! its sender called, hence it takes no more than messages.
+//! its sender called, hence it takes no more than messages. Where a rank has moved data, it finishes before it has heard of ranks
+//! that it gets no data from, and does not finish the next collective before that.
 
 use crate::algo::collective::{Collective, DIRECT_MAX_RANKS};
 use crate::algo::dissemination;
@@ -42,7 +43,15 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
     match (doubt(collective), world.size()) {
         (Doubt::Nothing, _) => {}
         // Two that exchange sizes exchange data.
-        (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => hear_of_all(builder, world),
+        (Doubt::Calls, ..=DIRECT_MAX_RANKS) if builder.moves_data() => {
+            let unheard = tell_all(builder, world);
+            builder.put_last(unheard);
+        }
+        (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => {
+            for from in tell_all(builder, world) {
+                builder.push(Action::Recv { from, into: Slice::empty() });
+            }
+        }
         _ => {
             builder.barrier();
             confirm(builder, world);
@@ -51,14 +60,12 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
 }
 
 /// Before all else, a rank sends an empty message to every rank that it sends no data to: no rank waits for data to come and
-/// to be answered.
-fn hear_of_all(builder: &mut Builder, world: &Group) {
+/// to be answered. Returns the ranks of which it must hear by such messages.
+fn tell_all(builder: &mut Builder, world: &Group) -> Vec<Rank> {
     let silent: Vec<_> = others(world).filter(|to| !builder.sends_to(*to)).collect();
-    let unheard: Vec<_> = others(world).filter(|from| !builder.receives_from(*from)).collect();
+    let unheard = others(world).filter(|from| !builder.receives_from(*from)).collect();
     builder.put_first(silent.into_iter().map(|to| Action::Send { to, from: Slice::empty() }));
-    for from in unheard {
-        builder.push(Action::Recv { from, into: Slice::empty() });
-    }
+    unheard
 }
 
 /// Few ranks, which all come here at the same time, signal each other; for more a barrier takes fewer messages.

@@ -588,9 +588,14 @@ impl Communicator {
         }
         self.device.drain(OPERATIONS_TIMEOUT);
         let now = Instant::now();
-        let settled = |engine: &mut Engine| engine.closed().is_some() || engine.is_settled();
+        let settled = |engine: &mut Engine| engine.closed().is_some() || engine.has_ended();
         self.driver.drive_until(|driver| driver.with_engine(settled), now.checked_add(OPERATIONS_TIMEOUT));
-        self.driver.with_engine(Engine::announce_failure);
+        self.driver.with_engine(|engine| {
+            if let Some(text) = engine.collectives.late_failure() {
+                log::warn!("communicator `{}`: {text}", self.name);
+            }
+            engine.announce_failure();
+        });
         let flushed = |engine: &mut Engine| engine.closed().is_some() || engine.flushed();
         let flush = || {
             let deadline = Instant::now().checked_add(FLUSH_TIMEOUT);

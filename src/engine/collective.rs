@@ -1,6 +1,6 @@
 //! Collectives: one at a time, in the order issued, each by its plan.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
@@ -12,6 +12,7 @@ use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
 use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
+use crate::engine::owed::Owed;
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
 use crate::engine::recv_buffer::{RecvBuffer, Sink};
@@ -19,7 +20,7 @@ use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, Scratch, Spaces};
 use crate::engine::request::Request;
 use crate::engine::rndv::{HOT_EAGER_BYTES, Known};
-use crate::error::{Error, rank_list};
+use crate::error::Error;
 use crate::schedule::{Action, StepId};
 use crate::signature::Signature;
 use crate::sync::Arc;
@@ -39,6 +40,8 @@ struct Failure {
     is_mismatch: bool,
     /// The rank whose loss is the reason.
     lost: Option<Rank>,
+    /// It is that of the collective before, which had ended on this rank.
+    is_late: bool,
     text: String,
 }
 
@@ -101,6 +104,8 @@ pub(crate) struct Collectives {
     /// How much memory copies may take. The same on every rank.
     pub(crate) scratch_limit: ScratchLimit,
     scratch: Scratch,
+    /// What has not come of the collective that ended last. Nothing follows that one until it has.
+    owed: Owed,
     /// `blocked` and `ready` of the collective before, to be used again.
     spare: (Vec<u32>, VecDeque<StepId>),
 }
@@ -123,6 +128,7 @@ impl Collectives {
             plans: PlanCache::default(),
             scratch_limit: ScratchLimit::UNBOUNDED,
             scratch: Scratch::default(),
+            owed: Owed::default(),
             spare: (Vec::new(), VecDeque::new()),
         }
     }
@@ -134,7 +140,7 @@ impl Collectives {
     /// Whether a turn would go on with a collective, which waits for nothing.
     pub(crate) fn is_ready(&self) -> bool {
         match &self.active {
-            Some(active) => active.left == 0 || !active.ready.is_empty(),
+            Some(active) => (active.left == 0 && self.has_heard()) || !active.ready.is_empty(),
             None => !self.queue.is_empty(),
         }
     }
@@ -204,9 +210,10 @@ impl Collectives {
             self.note_called(*rank, heartbeat.sequence.saturating_add(1));
             self.callers.get_mut(*rank).heartbeat_deadline = until;
         }
-        if let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != ctx.me)
-            && self.active.as_ref().is_some_and(|active| active.sequence == heartbeat.sequence)
-        {
+        let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != ctx.me) else { return };
+        if self.owed.is_of(heartbeat.sequence) {
+            self.word_arrives(ctx, *from, heartbeat.signature);
+        } else if self.active.as_ref().is_some_and(|active| active.sequence == heartbeat.sequence) {
             self.check_signature(ctx, *from, heartbeat.signature);
         }
     }
@@ -238,7 +245,7 @@ impl Collectives {
                 self.run_step(ctx, step);
             }
             match &self.active {
-                Some(active) if active.left == 0 => self.finish_active(ctx, Ok(())),
+                Some(active) if active.left == 0 && self.has_heard() => self.finish_active(ctx, Ok(())),
                 Some(_) => return moved,
                 None => {}
             }
@@ -287,7 +294,7 @@ impl Collectives {
         ctx.recorder.started(work.number(), now);
         let deadline = now.checked_add(request.timeout);
         let pulse = Pulse::new(now, request.timeout);
-        let left = blocked.len() - taken.steps;
+        let left = plan.own_steps() - taken.steps;
         self.active = Some(Active {
             sequence,
             request,
@@ -301,11 +308,15 @@ impl Collectives {
             suspect: None,
             awaits: None,
         });
+        let silent = self.owed.ranks().find_map(|rank| Some((rank, ctx.lost(rank)?)));
         if let Some(failure) = self.failed.remove(&sequence) {
             self.fail_active_remotely(ctx, failure);
         } else if let Some((rank, cause)) = ctx.failures.left_before(sequence) {
             self.fail_active_lost(ctx, rank, cause);
+        } else if let Some((rank, cause)) = silent {
+            self.suspect(ctx, rank, cause);
         } else {
+            self.owed.ranks().for_each(|rank| ctx.endpoints.expect(rank));
             self.check_unexpected_signatures(ctx, sequence);
         }
     }
@@ -352,11 +363,12 @@ impl Collectives {
     }
 
     fn start_send(&mut self, ctx: &mut OpContext, step: StepId, to: Rank, region: Region, message: u32) {
-        if let Some(cause) = ctx.lost(to) {
-            return self.suspect(ctx, to, cause);
-        }
         let Some(active) = &self.active else { return };
         let (sequence, len) = (active.sequence, region.len());
+        if let Some(cause) = ctx.lost(to) {
+            // Without data it only tells what this rank has called. A rank whose part was done may have left.
+            return if len == 0 { self.step_done(sequence, step) } else { self.suspect(ctx, to, cause) };
+        }
         let is_busy = active.plan.is_busy(&active.request.spaces);
         let header = Header { is_busy, ..active.request.header(sequence, message, len) };
         let completion = Completion { op: OpId::Collective(sequence), step };
@@ -374,7 +386,9 @@ impl Collectives {
             let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, known);
             self.announced.extend(sent.map(|token| (key, token)));
         }
-        if let Some(cause) = ctx.lost(to) {
+        if len > 0
+            && let Some(cause) = ctx.lost(to)
+        {
             self.suspect(ctx, to, cause);
         }
     }
@@ -460,6 +474,9 @@ impl Collectives {
 
     /// The receive that waits for `header`, if the message is for the active collective and the ranks agree on it.
     fn take_posted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<Posted>, Stale> {
+        if self.owed.is_of(header.key) {
+            self.word_arrives(ctx, from, header.signature);
+        }
         if header.key < self.current() {
             return Err(Stale);
         }
@@ -488,6 +505,9 @@ impl Collectives {
 
     /// `from` has a buffer for a message of this rank.
     pub(crate) fn ready_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
+        if self.owed.is_of(header.key) {
+            self.word_arrives(ctx, from, header.signature);
+        }
         if header.key < self.current() {
             return;
         }
@@ -542,7 +562,12 @@ impl Collectives {
         let sequence = if header.index == Reason::Loss as u32 { header.key.max(current) } else { header.key };
         let lost = header.culprit(ctx.size());
         let is_mismatch = header.index == Reason::Mismatch as u32;
-        let failure = Failure { reporter: from, is_mismatch, lost, text };
+        let failure = Failure { reporter: from, is_mismatch, lost, is_late: false, text };
+        if self.owed.is_of(sequence) {
+            // What went wrong before, this rank knows as well.
+            let is_news = header.index != Reason::Earlier as u32;
+            return if is_news { self.fail_late(ctx, failure) } else { self.owed.heard(from) };
+        }
         match &self.active {
             Some(active) if active.sequence == sequence => self.fail_active_remotely(ctx, failure),
             _ if sequence >= current => {
@@ -595,6 +620,7 @@ impl Collectives {
     fn finish_active(&mut self, ctx: &mut OpContext, result: Result<(), Error>) {
         let Some(active) = &mut self.active else { return };
         let (sequence, work) = (active.sequence, active.work.clone());
+        let (signature, plan) = (active.request.signature, active.plan.clone());
         active.ready.clear();
         self.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
         self.active = None;
@@ -605,6 +631,9 @@ impl Collectives {
             ctx.cancel(OpId::Collective(sequence), |_, _| ());
             self.posted.clear();
             self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
+            self.owed.clear();
+        } else {
+            self.run_ahead(sequence, signature, &plan);
         }
         self.scratch.give_back(self.scratch_limit.limit());
         ctx.finish(work, result, None);
@@ -642,7 +671,7 @@ impl Collectives {
     fn fail_active_remotely(&mut self, ctx: &mut OpContext, failure: Failure) {
         let Some(active) = &self.active else { return };
         let operation = active.request.signature.to_string();
-        let Failure { reporter, is_mismatch, lost, text } = failure;
+        let Failure { reporter, is_mismatch, lost, text, .. } = failure;
         self.finish_active(
             ctx,
             Err(match lost {
@@ -662,8 +691,13 @@ impl Collectives {
     /// Ends the active collective if it cannot do without `peer`.
     pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
         let Some(active) = &self.active else { return };
+        let sequence = active.sequence;
+        for step in ctx.endpoints.drop_words(peer, OpId::Collective(sequence)) {
+            self.step_done(sequence, step);
+        }
         let waits = self.posted.keys().any(|(from, ..)| *from == peer)
-            || ctx.exchanges(OpId::Collective(active.sequence), peer);
+            || self.owed.ranks().any(|rank| rank == peer)
+            || ctx.exchanges(OpId::Collective(sequence), peer);
         if waits {
             self.suspect(ctx, peer, cause.to_owned());
         }
@@ -709,6 +743,7 @@ impl Collectives {
         }
         self.unexpected.clear();
         self.asked.clear();
+        self.owed.clear();
     }
 
     pub(crate) fn check_deadline(&mut self, ctx: &mut OpContext, now: Instant) {
@@ -729,43 +764,6 @@ impl Collectives {
             let error = ctx.endpoints.timeout(0..ctx.size(), waited, self.describe_missing(ctx, sequence, now));
             self.fail_active_with(ctx, error);
         }
-    }
-
-    /// Says which ranks have not called collective `sequence`, or, if all have, which ones this rank waits for, and which
-    /// one those may wait for.
-    fn describe_missing(&self, ctx: &OpContext, sequence: u64, now: Instant) -> String {
-        let (came, missing): (Vec<Rank>, Vec<Rank>) =
-            (0..ctx.size()).map(Rank::from).partition(|rank| *rank == ctx.me || self.called(*rank) > sequence);
-        if !missing.is_empty() {
-            let (missing, came) = (rank_list(&missing), rank_list(&came));
-            return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did");
-        }
-        let posted: HashSet<Rank> = self.posted.keys().map(|(from, ..)| *from).collect();
-        let op = OpId::Collective(sequence);
-        let slow: Vec<Rank> =
-            came.iter().copied().filter(|rank| posted.contains(rank) || ctx.exchanges(op, *rank)).collect();
-        let waits_itself = self.active.as_ref().is_some_and(|active| active.awaits.is_some());
-        let whom = match (slow.is_empty(), waits_itself) {
-            (true, true) => format!("rank {} waits for its device", ctx.me),
-            (false, true) => {
-                format!("rank {} waits for its device, and rank(s) {} have not come so far", ctx.me, rank_list(&slow))
-            }
-            _ => format!("rank(s) {} did not finish their part", rank_list(&slow)),
-        };
-        let slow = format!("collective {sequence}: all ranks called it; {whom}");
-        let others = came.into_iter().filter(|rank| *rank != ctx.me);
-        let silent: Vec<Rank> = others.filter(|rank| self.is_silent(*rank, sequence, now)).collect();
-        if silent.is_empty() {
-            slow
-        } else {
-            format!("{slow}; rank(s) {} finished it or fell silent", rank_list(&silent))
-        }
-    }
-
-    /// Whether `rank` has called collective `sequence` and no later one, and no longer says that it waits.
-    fn is_silent(&self, rank: Rank, sequence: u64, now: Instant) -> bool {
-        let caller = self.callers.get(rank);
-        caller.called == sequence + 1 && caller.heartbeat_deadline.is_none_or(|until| until <= now)
     }
 }
 
@@ -790,5 +788,7 @@ fn tell_others(ctx: &mut OpContext, failed: Failed, text: &str) {
 /// The message belongs to a collective that is over.
 struct Stale;
 
+mod ahead;
+mod missing;
 #[cfg(test)]
 mod tests;

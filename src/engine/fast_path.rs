@@ -133,7 +133,10 @@ impl Engine {
         recorded: &mut Option<Entry>,
     ) -> bool {
         let sequence = self.collectives.next_sequence();
-        while let Some(step) = plan.schedule.steps.get(executed.steps) {
+        let mut note = |engine: &mut Engine| {
+            recorded.get_or_insert_with(|| engine.note_collective(request));
+        };
+        while let Some(step) = plan.schedule.steps[..plan.own_steps()].get(executed.steps) {
             let message = plan.message[executed.steps];
             let completion = Completion { op: OpId::Collective(sequence), step: executed.steps as StepId };
             let state = match step.action {
@@ -148,12 +151,13 @@ impl Engine {
                         StepState::NotBegun
                     }
                 }
+                Action::Recv { from, .. } | Action::RecvReduce { from, .. } if !self.hear_before(from, &mut note) => {
+                    StepState::NotBegun
+                }
                 Action::Recv { from, into } | Action::RecvReduce { from, into } => {
                     let header = request.header(sequence, message, request.spaces.bytes(into));
                     let buffer = || request.buffer(step.action, completion).expect("a step that receives");
-                    self.receive_now(from, header, &buffer, |engine| {
-                        recorded.get_or_insert_with(|| engine.note_collective(request));
-                    })
+                    self.receive_now(from, header, &buffer, &mut note)
                 }
                 // Only who asks for it in its turn takes it.
                 Action::Await { .. } => StepState::NotBegun,
@@ -171,7 +175,28 @@ impl Engine {
                 StepState::NotBegun => return false,
             }
         }
+        while let Some((from, word)) = self.collectives.next_word() {
+            if !self.hear(from, word, &mut note) {
+                return false;
+            }
+        }
+        self.collectives.run_ahead(sequence, request.signature, plan);
         true
+    }
+
+    /// Takes what `from` has yet to send of the collective before, if it comes soon.
+    #[inline]
+    fn hear_before(&mut self, from: Rank, note: &mut impl FnMut(&mut Engine)) -> bool {
+        self.collectives.has_heard() || self.collectives.word_of(from).is_none_or(|word| self.hear(from, word, note))
+    }
+
+    fn hear(&mut self, from: Rank, word: Header, note: &mut impl FnMut(&mut Engine)) -> bool {
+        let buffer = || RecvBuffer::new(Region::default(), RecvAction::Store, Completion::NONE);
+        let is_here = self.receive_now(from, word, &buffer, note) == StepState::Done;
+        if is_here {
+            self.collectives.heard(from);
+        }
+        is_here
     }
 
     /// Sends or receives a message. It is recorded as a collective is, when it first has to wait.

@@ -118,6 +118,8 @@ pub(crate) enum Reason {
     Loss = 1,
     /// The ranks disagree about it.
     Mismatch = 2,
+    /// The collective before, which had ended on that rank: others failed, or disagreed about it.
+    Earlier = 3,
 }
 
 /// Collectives and point-to-point messages never match each other.

@@ -12,6 +12,7 @@
 //! | | `flight_recorder` | the last operations |
 //! | | `per_rank` | a number for each rank, of most of which none is known |
 //! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
+//! | calls | `request`, `owed` | a collective as it is called, and what has yet to be heard of one that has ended |
 //! | endpoints | `agenda` | which streams a turn looks at |
 //! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
@@ -52,6 +53,7 @@ pub(crate) mod message;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod mock_peer;
 pub(crate) mod outbox;
+pub(crate) mod owed;
 pub(crate) mod peers;
 pub(crate) mod per_rank;
 pub(crate) mod plan;

@@ -23,7 +23,7 @@ pub(crate) struct Plan {
     pub(crate) algorithm: u8,
     /// For a send or receive: its position among the messages between the two ranks in that direction.
     pub(crate) message: Vec<u32>,
-    /// Per step, how many others it waits for; the steps that wait for none.
+    /// Per step, how many others it waits for; the [own](Plan::own_steps) steps that wait for none.
     pub(crate) blocked: Vec<u32>,
     pub(crate) ready: Vec<StepId>,
     /// The steps that wait for each step.
@@ -66,13 +66,29 @@ impl Plan {
             }));
         }
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
-        let ready = (0..blocked.len() as StepId).filter(|&step| blocked[step as usize] == 0).collect();
+        let own = schedule.steps.len() - schedule.words;
+        let ready = (0..own as StepId).filter(|&step| blocked[step as usize] == 0).collect();
         let (algorithm, is_busy) = (algo::select::number(schedule.name), is_busy(&schedule));
         let copy = schedule.steps.iter().find_map(|step| match step.action {
             Action::Copy { from, into } if into.len > 0 => Some((from, into)),
             _ => None,
         });
         Plan { collective, schedule, algorithm, message, blocked, ready, dependents, is_busy, copy }
+    }
+
+    /// How many steps a rank takes before it ends the collective: all but those of [`words`](Plan::words).
+    #[inline]
+    pub(crate) fn own_steps(&self) -> usize {
+        self.schedule.steps.len() - self.schedule.words
+    }
+
+    /// The last messages, which only tell what their senders have called: from whom, and the place among those from there.
+    pub(crate) fn words(&self) -> impl Iterator<Item = (Rank, u32)> {
+        let own = self.own_steps();
+        self.schedule.steps[own..].iter().zip(&self.message[own..]).filter_map(|(step, index)| match step.action {
+            Action::Recv { from, .. } => Some((from, *index)),
+            _ => None,
+        })
     }
 
     /// Whether a rank does more with data in these spaces than send it to one other.
@@ -102,7 +118,7 @@ impl Plan {
             blocked[dependent as usize] -= 1;
         }
         let next = taken.steps + usize::from(taken.next_has_begun);
-        ready.extend((next..blocked.len()).filter(|&step| blocked[step] == 0).map(|step| step as StepId));
+        ready.extend((next..self.own_steps()).filter(|&step| blocked[step] == 0).map(|step| step as StepId));
     }
 }
 

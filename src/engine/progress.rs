@@ -250,6 +250,11 @@ impl Engine {
         is_idle && is_device_idle && self.context.rndv.is_idle()
     }
 
+    /// Whether all ranks that are there are known to have called what this one has, and nothing is in flight.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.is_settled() && !self.collectives.awaits_word(&self.context)
+    }
+
     /// Moves everything as far as it goes without waiting. `woke` says that the thread just slept, so that most of the rarer
     /// checks are due. True: something moved.
     pub(crate) fn progress(&mut self, woke: bool) -> bool {

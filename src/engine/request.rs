@@ -95,7 +95,11 @@ impl Request {
 
     /// The header of a message that is sent at once.
     pub(crate) fn header(&self, sequence: u64, message: u32, len: usize) -> Header {
-        let signature = self.signature;
+        Request::header_of(self.signature, sequence, message, len)
+    }
+
+    /// The header of such a message of a collective that was called so.
+    pub(crate) fn header_of(signature: Signature, sequence: u64, message: u32, len: usize) -> Header {
         Header {
             signature,
             index: message,

@@ -1,5 +1,6 @@
 //! Disagreement, absence, loss and abort: every rank gets an error that names the cause.
 
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use ncclx_rs::{Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
@@ -50,9 +51,43 @@ fn different_collectives_are_named_on_every_rank() {
                 0 => OpKind::Broadcast { root: Rank(0) },
                 _ => OpKind::AllReduce(ReduceOp::Sum),
             };
-            let text = run(comm, kind, memory.clone(), memory.clone()).expect_err("they differ").to_string();
-            assert!(text.contains("broadcast") && text.contains("all_reduce"), "{text}");
-            run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory).expect("the group works on");
+            let sum = || run(comm, OpKind::AllReduce(ReduceOp::Sum), memory.clone(), memory.clone());
+            // The root may be done before it hears of the others. Then its next call fails, and with it theirs.
+            let first = run(comm, kind, memory.clone(), memory.clone());
+            let (late, text) = match first {
+                Ok(()) if comm.rank().0 == 0 => (true, sum().expect_err("they differed").to_string()),
+                first => (false, first.expect_err("they differ").to_string()),
+            };
+            assert!(text.contains("collective 0: ") && text.contains("broadcast"), "{text}");
+            assert!(text.contains("all_reduce"), "{text}");
+            if !late {
+                let text = sum().err().map(|error| error.to_string());
+                assert!(text.as_ref().is_none_or(|text| text.contains("collective 0: ")), "{text:?}");
+            }
+            sum().expect("the group works on");
+        });
+    }
+}
+
+#[test]
+fn a_root_may_shut_down_before_the_others_have_called() {
+    for wire in wires() {
+        let has_broadcast = Arc::new(Barrier::new(3));
+        world(wire, 3, move |comm| {
+            // A stream that is opened needs the other rank.
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            let mut data = [if comm.rank().0 == 0 { 7 } else { 0 }; 4];
+            let memory = vec![buffer(&mut data)];
+            let broadcast = || run(comm, OpKind::Broadcast { root: Rank(0) }, memory.clone(), memory.clone());
+            if comm.rank().0 == 0 {
+                broadcast().expect("its part is done");
+                has_broadcast.wait();
+                comm.shutdown().expect("an end");
+            } else {
+                has_broadcast.wait();
+                broadcast().expect("the root has left its data");
+                assert_eq!(data, [7; 4]);
+            }
         });
     }
 }

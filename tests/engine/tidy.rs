@@ -52,6 +52,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["recv_buffer", "inbox", "outbox"],
             // What is called.
             &["request"],
+            // What has yet to be heard of a call.
+            &["owed"],
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.

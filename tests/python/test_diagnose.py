@@ -327,7 +327,7 @@ def one_does_not_call(rank: int, size: int, folder: str) -> None:
             assert len(ncclx_rs.dump(folder, "asked")) == 1
             return
         with pytest.raises(RuntimeError, match="rank.s. 1 did not call it"):
-            comm.broadcast(torch.ones(9), 0, False)
+            comm.all_reduce(torch.ones(9), ReduceOp.SUM, False)
 
 
 def one_is_killed(rank: int, size: int, folder: str) -> None:
@@ -364,7 +364,7 @@ CASES = {
     one_does_not_call: (
         BLAMED,
         "to blame: rank 1",
-        "collective 3, broadcast(9 × float32, root 0), which rank",
+        "collective 3, all_reduce(SUM, 9 × float32), which rank",
     ),
     one_is_killed: (BLAMED, "to blame: rank 2", "rank 2 died: "),
     one_calls_another_size: (BLAMED, "to blame: rank 2", "rank 2 called all_reduce(SUM, 6 × float32)"),
