@@ -255,6 +255,34 @@ fn one_connection_carries_several_requests() {
 }
 
 #[test]
+fn many_that_wait_leave_room_for_those_that_set() {
+    let served = TcpStore::serve("127.0.0.1:0").unwrap();
+    let wait = || {
+        let mut stream = TcpStream::connect(served.address()).unwrap();
+        let hour = 3_600_000_u64.to_le_bytes();
+        let request = [b"ncclxkv1\x03\x03\0\0\0\0\0\0\0".as_slice(), &hour, b"key"].concat();
+        stream.write_all(&request).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream
+    };
+    let mut waiting: Vec<_> = (0..1024).map(|_| wait()).collect();
+    let mut reply = [9; 5];
+    wait().read_exact(&mut reply).unwrap();
+    assert_eq!(reply, [3, 0, 0, 0, 0], "one more asks again");
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| served.get("key", LONG));
+        std::thread::sleep(Duration::from_millis(50));
+        served.set("key", b"1").unwrap();
+        assert_eq!(asking.join().unwrap(), Ok(b"1".to_vec()));
+    });
+    for stream in &mut waiting {
+        let mut reply = [9; 6];
+        stream.read_exact(&mut reply).unwrap();
+        assert_eq!(reply, *b"\x02\x01\0\0\x001");
+    }
+}
+
+#[test]
 fn long_keys_and_values_are_refused_and_the_longest_are_not() {
     let store = TcpStore::serve("127.0.0.1:0").unwrap();
     let (key, value) = ("k".repeat(KEY_LIMIT), vec![7; VALUE_LIMIT]);

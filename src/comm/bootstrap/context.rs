@@ -44,10 +44,21 @@ pub(super) enum RootRecord {
     Listening(RootAddress),
     /// It could not start.
     Failed { cause: String },
-    /// It waits no longer.
-    Ended(JoinFailure),
+    /// It waits no longer: this communicator has not come about. A leader that has not found rank 0 does not know which.
+    Ended { comm_id: Option<[u8; 16]>, failure: JoinFailure },
     /// Under a leader's key: rank 0 waits no longer, and its own record says why. That may be long.
     RootEnded,
+}
+
+impl RootRecord {
+    /// The communicator that the writer speaks of, if it says.
+    pub(super) fn comm_id(&self) -> Option<[u8; 16]> {
+        match self {
+            RootRecord::Listening(root) => Some(root.keys.comm_id),
+            RootRecord::Ended { comm_id, .. } => *comm_id,
+            RootRecord::Failed { .. } | RootRecord::RootEnded => None,
+        }
+    }
 }
 
 /// Why a communicator has not come about, on all ranks. Rank 0 also writes it to the store, for ranks that have not reached it.
@@ -87,6 +98,8 @@ impl JoinFailure {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RootAddress {
     pub(super) place: Place,
+    /// How many ranks rank 0 expects, itself included.
+    pub(super) world_size: u32,
     /// How long rank 0 waits for the other ranks.
     pub(super) timeout: Duration,
     pub(super) keys: Keys,
@@ -163,7 +176,7 @@ impl JoinContext<'_> {
         let written_by = |rank| {
             let value = self.published(rank, STORE_TIMEOUT).ok()?;
             match serde_json::from_slice(&value).ok()? {
-                StoreRecord { root: RootRecord::Ended(failure), .. } => Some(failure.into_error(self)),
+                StoreRecord { root: RootRecord::Ended { failure, .. }, .. } => Some(failure.into_error(self)),
                 StoreRecord {
                     root: RootRecord::Listening(_) | RootRecord::Failed { .. } | RootRecord::RootEnded,
                     ..

@@ -148,7 +148,7 @@ fn store_record(bytes: &[u8]) {
         deadline,
     };
     match joiner::find(&context, None) {
-        Ok((_, root)) => _ = joiner::routes(&root.place, &host).map(|routes| assert!(!routes.is_empty())),
+        Ok((_, _, root)) => _ = joiner::routes(&root.place, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }
 }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 
 use super::build::Build;
 use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord, STORE_TIMEOUT, StoreRecord};
+use super::groups::Groups;
 use super::leader;
 use super::protocol::{
     Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, Place, RankInfo,
@@ -36,6 +37,9 @@ const REFUSALS_MAX: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
+/// After this part of its time a rank whose leader is not there looks whether rank 0 has the same world.
+const FIRST_LOOK: u32 = 10;
+
 /// The pause before the record of a leader that has ended is read again.
 const FIRST_REREAD: Duration = Duration::from_millis(100);
 
@@ -45,12 +49,21 @@ pub(super) fn join_root(
     mut describe: impl FnMut(&Keys) -> Result<RankInfo, InitError>,
 ) -> Result<(Keys, World), InitError> {
     let at = context.groups.listener_of(context.rank);
+    let without_leader = &JoinContext { groups: Groups::one(context.groups.size), ..*context };
     let mut unreached = None;
     loop {
-        let found = find(context, unreached.take());
-        let found = found.inspect_err(|error| leader::say_why(context, RootRecord::Ended(JoinFailure::of(error))))?;
-        let comm_id = found.1.keys.comm_id;
-        match join_at(context, found, &mut describe) {
+        let (found_at, build, root) = find(context, unreached.take()).inspect_err(|error| {
+            leader::say_why(context, RootRecord::Ended { comm_id: None, failure: JoinFailure::of(error) });
+        })?;
+        let (comm_id, theirs) = (root.keys.comm_id, root.world_size);
+        let has_leader = found_at == at;
+        // Otherwise it tells rank 0, which tells all.
+        match join_at(if has_leader { context } else { without_leader }, (build, root), &mut describe) {
+            Err(InitError::Unreachable { rank: 0, .. }) if !has_leader => {
+                let (rank, host, own) = (context.rank, &context.host.id, context.groups.size);
+                let cause = format!("rank {rank} on host `{host}` has world size {own}, rank 0 has {theirs}");
+                return Err(context.config_error(cause));
+            }
             // Where another rank is what cannot be reached, rank 0 was the right one.
             Err(InitError::Unreachable { rank: 0, .. }) if context.store.skip_earlier_value() => {}
             Err(error @ InitError::Unreachable { rank, .. }) if at != Rank(0) && at.0 == rank => {
@@ -84,8 +97,8 @@ fn join_at(
     let (request, listener, group) = match described {
         Ok(described) => described,
         Err(error) => {
-            let cause = format!("rank {} failed: {error}", context.rank);
-            leader::say_why(context, RootRecord::Ended(JoinFailure::Refused { cause }));
+            let failure = JoinFailure::Refused { cause: format!("rank {} failed: {error}", context.rank) };
+            leader::say_why(context, RootRecord::Ended { comm_id: Some(keys.comm_id), failure });
             // Best effort: the other ranks learn of it now, or when their time is over.
             let told = connected.and_then(|mut stream| {
                 let sent = stream.write_all(&framed(Err(error.to_string()))?);
@@ -219,26 +232,31 @@ fn another_build(context: &JoinContext<'_>, root: &Build) -> InitError {
     context.config_error(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
 }
 
-/// Where this rank joins, and what rank 0 was built from. Its leader could not be reached for the communicator in `unreached`.
+/// Where this rank joins: at rank 0 or its leader, which was built from this. Its leader could not be reached for the communicator
+/// in `unreached`.
 pub(super) fn find(
     context: &JoinContext<'_>,
     unreached: Option<([u8; 16], InitError)>,
-) -> Result<(Build, RootAddress), InitError> {
+) -> Result<(Rank, Build, RootAddress), InitError> {
     let at = context.groups.listener_of(context.rank);
     let mut pause = FIRST_REREAD;
     loop {
-        let found = read_record(context, at, context.deadline.saturating_duration_since(Instant::now()));
-        let (listening, error) = match (found, &unreached) {
-            (Ok((_, address)), Some((comm_id, error))) if address.keys.comm_id == *comm_id => {
-                (Some(*comm_id), error.clone())
-            }
-            (Err(error), _) if at != Rank(0) && !matches!(error, InitError::Store { .. }) => (None, error),
+        let record = await_record(context, at);
+        let comm_id = record.as_ref().ok().and_then(|(_, record)| record.root.comm_id());
+        let found = record.and_then(|(from, record)| {
+            let (build, root) = address_in(context, from, record)?;
+            Ok((from, build, root))
+        });
+        let error = match (found, &unreached) {
+            (Ok(_), Some((unreached, error))) if comm_id == Some(*unreached) => error.clone(),
+            (Err(error), _) if at != Rank(0) && !matches!(error, InitError::Store { .. }) => error,
             (found, _) => return found,
         };
         // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not come,
         // or has given up.
-        match read_record(context, Rank(0), STORE_TIMEOUT) {
-            Ok((_, root)) if listening == Some(root.keys.comm_id) => return Err(error),
+        let root = read_record(context, Rank(0), STORE_TIMEOUT).and_then(|root| address_in(context, Rank(0), root));
+        match root {
+            Ok((_, root)) if comm_id == Some(root.keys.comm_id) => return Err(error),
             Err(ended) if !matches!(ended, InitError::Store { .. }) => return Err(ended),
             _ if Instant::now() + pause >= context.deadline => return Err(error),
             _ => {}
@@ -248,8 +266,27 @@ pub(super) fn find(
     }
 }
 
+/// What has been published where this rank joins, once it is there. Of rank 0 in place of the leader, if rank 0 has another world
+/// or waits no longer: the leader may never come then.
+fn await_record(context: &JoinContext<'_>, at: Rank) -> Result<(Rank, StoreRecord), InitError> {
+    let left = || context.deadline.saturating_duration_since(Instant::now());
+    if at != Rank(0) {
+        match read_record(context, at, left().min(context.config.connect_timeout / FIRST_LOOK)) {
+            Err(InitError::Store { .. }) => {}
+            record => return Ok((at, record?)),
+        }
+        // A leader publishes after rank 0.
+        let record = read_record(context, Rank(0), left())?;
+        match &record.root {
+            RootRecord::Listening(root) if root.world_size as usize == context.groups.size => {}
+            _ => return Ok((Rank(0), record)),
+        }
+    }
+    Ok((at, read_record(context, at, left())?))
+}
+
 /// What rank 0 or a leader has published.
-fn read_record(context: &JoinContext<'_>, at: Rank, timeout: Duration) -> Result<(Build, RootAddress), InitError> {
+fn read_record(context: &JoinContext<'_>, at: Rank, timeout: Duration) -> Result<StoreRecord, InitError> {
     #[derive(Deserialize)]
     struct Built {
         build: Build,
@@ -258,21 +295,23 @@ fn read_record(context: &JoinContext<'_>, at: Rank, timeout: Duration) -> Result
         true => context.missing(vec![at.0], context.config.connect_timeout),
         false => context.store_failed(at, cause),
     })?;
-    let record = serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
+    serde_json::from_slice(&value).map_err(|error| match serde_json::from_slice(&value) {
         Ok(Built { build }) if build != Build::own() => another_build(context, &build),
         _ => context.store_failed(at, format!("the value is not what rank {at} writes: {error}")),
-    })?;
+    })
+}
+
+/// Where rank 0 or a leader listens that has published this, and what it was built from.
+fn address_in(context: &JoinContext<'_>, at: Rank, record: StoreRecord) -> Result<(Build, RootAddress), InitError> {
     // A record of another build that can be read leads to rank 0, which then learns of the difference too.
-    match record {
-        StoreRecord { build, root: RootRecord::Listening(address) } => Ok((build, address)),
-        StoreRecord { root: RootRecord::Failed { cause }, .. } => Err(context.unreachable(Rank(0), cause)),
-        StoreRecord { root: RootRecord::Ended(failure), .. } => Err(failure.into_error(context)),
-        StoreRecord { root: RootRecord::RootEnded, .. } if at != Rank(0) => {
+    match record.root {
+        RootRecord::Listening(address) => Ok((record.build, address)),
+        RootRecord::Failed { cause } => Err(context.unreachable(Rank(0), cause)),
+        RootRecord::Ended { failure, .. } => Err(failure.into_error(context)),
+        RootRecord::RootEnded if at != Rank(0) => {
             Err(context.unreachable(at, "rank 0 waits no longer, but does not say why"))
         }
-        StoreRecord { root: RootRecord::RootEnded, .. } => {
-            Err(context.store_failed(at, "the value is a leader's".to_owned()))
-        }
+        RootRecord::RootEnded => Err(context.store_failed(at, "the value is a leader's".to_owned())),
     }
 }
 

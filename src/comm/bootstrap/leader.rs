@@ -52,7 +52,7 @@ pub(super) fn lead(
     let failed = |error: io::Error| context.os_error("the connections of ranks that join through this one", &error);
     // Before any connection ends: a rank that finds none looks here once more.
     let ended = |error: InitError| {
-        say_why(context, RootRecord::Ended(JoinFailure::of(&error)));
+        say_why(context, RootRecord::Ended { comm_id: Some(keys.comm_id), failure: JoinFailure::of(&error) });
         error
     };
     let mut server = Server::new(context.name, group, keys, tls, listener).map_err(|error| ended(failed(error)))?;

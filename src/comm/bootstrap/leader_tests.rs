@@ -6,12 +6,13 @@ use std::net::TcpStream;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::context::{JoinContext, RootAddress, RootRecord};
+use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
 use super::groups::Groups;
 use super::protocol::{
     Came, Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, Next, Place, RELAYED_BYTES_MAX,
     RankInfo, Relayed, frame,
 };
+use super::reply::REPLY_TIMEOUT;
 use super::tests::{GROUPS, LONG, SIZE, config, info, with_context};
 use super::{Bootstrap, join_by, joiner, leader};
 use crate::comm::store::{MemoryStore, Store};
@@ -170,7 +171,7 @@ fn an_absent_root_is_named_to_all() {
 /// The connection of a rank that has proved itself and sent these bytes, where it joins.
 fn call(store: &dyn Store, rank: usize, request: impl Fn(&JoinContext<'_>) -> Vec<u8>) -> Stream {
     with_context(rank, GROUPS, store, |context| {
-        let (_, found) = joiner::find(context, None).expect("it is there");
+        let (_, _, found) = joiner::find(context, None).expect("it is there");
         let routes = joiner::routes(&found.place, context.host).expect("it is near");
         let at = GROUPS.listener_of(context.rank);
         let mut stream =
@@ -197,7 +198,7 @@ fn a_leader_that_ends_is_missed_and_named_to_its_group() {
     let store = &MemoryStore::default();
     let outcomes = meet(store, &[LEADER], hasty, || {
         let stream = call(store, LEADER, |context| {
-            let (_, root) = joiner::find(context, None).expect("rank 0 is there");
+            let (_, _, root) = joiner::find(context, None).expect("rank 0 is there");
             let listener = leader::listen(context, &root).expect("a port");
             listener.set_nonblocking(false).expect("a socket");
             let member = listener.accept().expect("a rank of the group comes");
@@ -337,6 +338,50 @@ fn a_rank_that_comes_to_a_leader_of_others_is_named_to_all() {
 }
 
 #[test]
+fn a_rank_whose_leader_no_world_has_is_named_to_all() {
+    let larger = Groups { size: 200, ..GROUPS };
+    let words = "rank 150 on host `host 18` has world size 200, rank 0 has 72";
+    for absent in [&[70][..], &[]] {
+        let store = &MemoryStore::default();
+        let mut error = None;
+        let mut stray = || {
+            let begin = Instant::now();
+            let outcome = join_as(larger, 150, store, &with(150, &[("connect_timeout_seconds", "60")]));
+            assert!(begin.elapsed() < LONG);
+            error = Some(outcome.expect_err("there is no such rank").to_string());
+        };
+        if absent.is_empty() {
+            // The others do not need it.
+            expect_same_table(&meet(store, absent, config, || {}));
+            stray();
+        } else {
+            expect_words(&meet(store, absent, config, stray), words);
+        }
+        assert!(error.as_ref().is_some_and(|error| error.contains(words)), "{error:?}");
+    }
+}
+
+#[test]
+fn a_stopped_leader_does_not_hold_rank_0() {
+    let store = &MemoryStore::default();
+    let mut stopped = None;
+    let begin = Instant::now();
+    let outcomes = meet(store, &(LEADER..32).collect::<Vec<_>>(), config, || {
+        stopped = Some(call(store, LEADER, |context| {
+            let told = (LEADER + 1..32).flat_map(|rank| {
+                let place = Some(context.listen().expect("a port").1);
+                let joined = Some(Ok(Joiner { info: info(rank, context.host), place }));
+                frame(&Relayed { rank: Rank::from(rank), joined }, RELAYED_BYTES_MAX).expect("short")
+            });
+            request(info(LEADER, context.host), context).into_iter().chain(told).collect()
+        }));
+    });
+    assert!(begin.elapsed() < REPLY_TIMEOUT);
+    expect_same_table(&outcomes);
+    assert!(!hear_out(&mut stopped.expect("it has called")).is_empty(), "it finds its answer when it goes on");
+}
+
+#[test]
 fn what_another_communicator_left_in_the_store_leads_nobody_astray() {
     let store = &Counted { store: &MemoryStore::default(), sets: AtomicUsize::new(0), gets: AtomicUsize::new(0) };
     with_context(LEADER, GROUPS, store, |context| {
@@ -344,6 +389,7 @@ fn what_another_communicator_left_in_the_store_leads_nobody_astray() {
         let place = Place { port: 1, ..context.listen().expect("a port").1 };
         let root = RootAddress {
             place,
+            world_size: SIZE as u32,
             timeout: LONG,
             keys: Keys::random().expect("randomness"),
             uses_job_secret: false,
@@ -351,16 +397,18 @@ fn what_another_communicator_left_in_the_store_leads_nobody_astray() {
         };
         context.publish(context.rank, RootRecord::Listening(root)).expect("it takes it");
         context.publish(Rank(32), RootRecord::RootEnded).expect("it takes it");
+        let failure = JoinFailure::Refused { cause: "of another".to_owned() };
+        context.publish(Rank(48), RootRecord::Ended { comm_id: Some([7; 16]), failure }).expect("it takes it");
     });
-    let outcomes = meet(store, &[LEADER, 32], config, || {
-        // Each has read what is there, and each of the two groups twice more: rank 0's record, and its leader's again.
+    let outcomes = meet(store, &[LEADER, 32, 48], config, || {
+        // Each has read what is there, and each of the three groups twice more: rank 0's record, and its leader's again.
         let deadline = Instant::now() + LONG;
-        while store.gets.load(Ordering::Relaxed) < SIZE - 3 + 2 * 30 {
+        while store.gets.load(Ordering::Relaxed) < SIZE - 4 + 2 * 45 {
             assert!(Instant::now() < deadline, "nobody looks again");
             std::thread::sleep(Duration::from_millis(10));
         }
         std::thread::scope(|scope| {
-            for leader in [LEADER, 32] {
+            for leader in [LEADER, 32, 48] {
                 scope.spawn(move || join_as(GROUPS, leader, store, &config(leader)).expect("all come"));
             }
         });
@@ -455,9 +503,12 @@ fn a_leader_that_does_not_reach_rank_0_says_so_to_its_group() {
     let store = First::default();
     join_as(GROUPS, 0, &store, &with(0, &[("connect_timeout_seconds", "0.5")])).expect_err("nobody comes");
     let store = &store.store;
-    // A member that finds no more than the leader's failure waits for another leader as long as it may.
-    let outcomes = meet(store, &(0..16).chain(32..SIZE).collect::<Vec<_>>(), hasty, || {});
+    let begin = Instant::now();
+    // Those that find it there, and one that comes when it has ended.
+    let mut outcomes = meet(store, &(0..16).chain([MEMBER]).chain(32..SIZE).collect::<Vec<_>>(), config, || {});
+    outcomes.insert(MEMBER, join_as(GROUPS, MEMBER, store, &config(MEMBER)));
     assert_eq!(outcomes.len(), 16);
+    assert!(begin.elapsed() < LONG, "nobody waits for another leader of this communicator");
     for (rank, outcome) in outcomes {
         let error = outcome.expect_err("nobody is there");
         assert!(matches!(&error, InitError::Unreachable { rank: 0, .. }), "rank {rank}: {error}");

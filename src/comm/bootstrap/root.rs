@@ -49,7 +49,8 @@ pub(super) fn serve(
             // Before any connection ends: a rank that finds none looks here once more. Those that wait for a leader look under its key.
             let mut lacking = roster.missing().into_iter().map(Rank).filter(|rank| context.groups.leads(*rank));
             let mut tell = || {
-                context.publish(Rank(0), RootRecord::Ended(failure.clone()))?;
+                context
+                    .publish(Rank(0), RootRecord::Ended { comm_id: Some(keys.comm_id), failure: failure.clone() })?;
                 lacking.try_for_each(|leader| context.publish(leader, RootRecord::RootEnded))
             };
             if context.store.keeps_values()
@@ -121,6 +122,7 @@ fn prepare(
     let (listener, place) = context.listen()?;
     let address = RootAddress {
         place,
+        world_size: own.world_size,
         timeout: context.config.connect_timeout,
         keys: published,
         uses_job_secret: shared.is_some(),

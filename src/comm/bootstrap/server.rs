@@ -5,7 +5,7 @@
 //! One thread serves all connections, and no connection can delay the others: sockets do not block, a connection that has not
 //! proved itself within [`PROOF_TIMEOUT`] is dropped, and a turn looks only at those that have something.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::{self, ErrorKind, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -24,6 +24,9 @@ use crate::types::Rank;
 
 /// How long a connection may take to prove that it knows the secret.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a leader may leave its connection open behind the whole answer. The system delivers that also to one that is stopped.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to stop accepting after the system refused to accept a connection.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -157,8 +160,16 @@ impl<'a> Server<'a> {
             self.drop_unless_authenticated(number);
         }
         self.answer(answer)?;
-        while !self.connections.is_empty() && Instant::now() < deadline {
-            self.turn(deadline)?;
+        let mut until = deadline;
+        while !self.connections.is_empty() && Instant::now() < until {
+            self.turn(until)?;
+            if until == deadline && self.connections.values().all(Connection::is_flushed) {
+                until = deadline.min(Instant::now() + CLOSE_TIMEOUT);
+            }
+        }
+        let untaken: BTreeSet<Rank> = self.connections.values().filter_map(|connection| connection.rank).collect();
+        if !untaken.is_empty() {
+            log::warn!("communicator `{}`: ranks {untaken:?} do not take the outcome of the rendezvous", self.name);
         }
         Ok(())
     }

@@ -9,6 +9,7 @@
 //!                  (the messages of `transport/auth.rs`; a store with a secret serves authenticated clients only)
 //! reply     kind u8   length u32   bytes
 //!           kinds: 1 done, 2 value, 3 absent, 4 refused (the bytes say why)
+//!           absent may come before the wait is over, where many wait: the client asks again
 //! ```
 
 use std::time::Duration;

@@ -28,6 +28,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How many clients may be connected at once; more wait in the kernel.
 const CLIENTS_MAX: usize = 16 << 10;
 
+/// How many clients wait for their keys at once, by a connection each. Others are told at once that theirs is absent, and ask
+/// again, so that there is always room for those that set one.
+const WAITING_MAX: usize = 1 << 10;
+
 /// How many connections to accept before the connected clients are served again.
 const ACCEPTED_AT_ONCE: usize = 256;
 
@@ -160,6 +164,9 @@ impl Dispatcher {
         for (client, _) in self.clients.iter_mut().zip(ready).filter(|(_, flags)| !flags.is_empty()) {
             client.step(|client| client.advance(&mut self.values));
         }
+        for client in self.clients.iter_mut().filter(|client| client.waits()).skip(WAITING_MAX) {
+            client.deadline = now;
+        }
         for client in &mut self.clients {
             client.step(|client| client.answer_or_expire(&self.values, now));
         }
@@ -256,6 +263,10 @@ impl<S: Read + Write> Client<S> {
             outgoing: WriteBuffer::default(),
             is_closed: false,
         }
+    }
+
+    fn waits(&self) -> bool {
+        matches!(self.stage, Stage::Waiting(_))
     }
 
     /// Runs `step`, unless the connection is closed already.
