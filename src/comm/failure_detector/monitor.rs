@@ -36,6 +36,8 @@ pub(super) struct PeerMonitor {
     /// The neighbour speaks here.
     is_heard: bool,
     observed: Observed,
+    /// The neighbour leaves, and listens until this rank speaks to it.
+    has_left: bool,
     /// The first sign that the neighbour is gone, and when it was seen. A goodbye may still be on its way.
     end: Option<(String, Instant)>,
 }
@@ -52,6 +54,7 @@ impl PeerMonitor {
             waiting: Vec::new(),
             is_heard: false,
             observed: Observed::default(),
+            has_left: false,
             end: None,
         }
     }
@@ -142,9 +145,26 @@ impl PeerMonitor {
         self.observed.loss.get_or_insert(cause);
     }
 
+    /// It has said goodbye, and has nothing to be told any more.
+    pub(super) fn take_goodbye(&mut self) {
+        self.has_left = true;
+        self.waiting.clear();
+    }
+
+    /// Whether it has said goodbye.
+    pub(super) fn has_left(&self) -> bool {
+        self.has_left
+    }
+
+    /// Whether it has said goodbye and has not heard this rank, for which it waits: for all that it knows, this rank may not
+    /// have the communicator yet.
+    pub(super) fn is_waited_for(&self) -> bool {
+        self.has_left && self.wants_number()
+    }
+
     /// Queues a notice.
     pub(super) fn send(&mut self, notice: &Notice, links: &mut Links) {
-        if self.end.is_some() {
+        if self.end.is_some() || self.has_left {
             return;
         }
         match (self.number, links.get(&self.way)) {
@@ -166,6 +186,7 @@ impl PeerMonitor {
         // What a neighbour is told before it has the communicator, it forgets with the connection.
         let is_listened_to = self.is_heard && self.number.is_some();
         self.end.is_some()
+            || self.has_left
             || self.observed.loss.is_some()
             || (is_listened_to && links.get(&self.way).is_none_or(Outgoing::is_flushed))
     }

@@ -31,7 +31,7 @@ pub(super) struct DetectorState {
     protection: Protection,
     /// Until all neighbours have connected.
     transports: Vec<Box<dyn Transport>>,
-    /// Of the neighbours that are neither gone nor leaving.
+    /// Of the neighbours that are not gone, and of those that leave and wait to hear this rank.
     monitors: Vec<PeerMonitor>,
     /// Ranks whose departure has been passed on.
     known: HashSet<Rank>,
@@ -112,21 +112,23 @@ impl DetectorState {
             let observed = monitor.check(now);
             for notice in observed.notices {
                 match notice {
-                    Notice::Goodbye => _ = ended.insert(monitor.peer),
+                    Notice::Goodbye => monitor.take_goodbye(),
                     Notice::Departed(gone) => departed.push(gone),
                     Notice::Heartbeat(heartbeat) => heartbeats.push(heartbeat),
                 }
             }
-            if let Some(cause) = observed.loss
-                && ended.insert(monitor.peer)
-            {
-                departed.push(Departed { rank: monitor.peer, how: Departure::Lost, cause });
+            if let Some(cause) = observed.loss {
+                ended.insert(monitor.peer);
+                if !monitor.has_left() {
+                    departed.push(Departed { rank: monitor.peer, how: Departure::Lost, cause });
+                }
             }
         }
         // Once this rank has announced that it leaves, neighbours close their connections: that is no loss.
         departed.retain(|gone| !self.is_leaving && self.known.insert(gone.rank));
         self.monitors.retain_mut(|monitor| {
-            let is_gone = ended.contains(&monitor.peer) || self.known.contains(&monitor.peer);
+            let is_away = monitor.has_left() && !monitor.is_waited_for();
+            let is_gone = is_away || ended.contains(&monitor.peer) || self.known.contains(&monitor.peer);
             if is_gone {
                 monitor.leave(member, links);
             }
@@ -170,6 +172,11 @@ impl DetectorState {
     /// Whether every notice has left this process, or never can.
     pub(super) fn is_flushed(&self, links: &mut Links) -> bool {
         self.monitors.iter().all(|monitor| monitor.is_flushed(links))
+    }
+
+    /// Whether a neighbour that leaves waits to hear this rank.
+    pub(super) fn is_waited_for(&self) -> bool {
+        self.monitors.iter().any(PeerMonitor::is_waited_for)
     }
 
     /// How many transports listen.

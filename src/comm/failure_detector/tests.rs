@@ -427,6 +427,35 @@ fn a_goodbye_waits_for_the_neighbour_to_be_there() {
 }
 
 #[test]
+fn one_that_leaves_hears_who_has_not_spoken_yet() {
+    let (mut both, plain) = (processes(), manner(|_| {}));
+    let identities = [0, 1].map(|me| identity(1, me, 1));
+    let [one, other] = [0, 1].map(|me: usize| both[me].transport(&identities[me]));
+    let (to_second, to_first) = (other.address(), one.address());
+    let (mut caller, is_busy) = (both[0].transport(&identities[0]), Arc::new(Mutex::new(true)));
+    let still = is_busy.clone();
+    let opening = move || match *lock(&still) {
+        true => Err(LinkDown::busy("not yet")),
+        false => caller.open(Rank(1), &to_second, Detour::Impossible),
+    };
+    let [first, second] = identities;
+    let late = both[0].add(first, &plain, Imagined { accepting: one, opening }, vec![]);
+    let early = both[1].add(second, &plain, other, to_first);
+    both[1].watch.leave(early, &Notice::Goodbye);
+    assert_eq!(run(&mut both), [vec![], vec![]]);
+    assert!(!both[1].watch.flush(early), "it cannot know whether the other one has the communicator");
+    both[0].watch.leave(late, &Notice::Goodbye);
+    assert!(both[0].watch.flush(late), "it has heard the goodbye, and has nobody to wait for");
+    both[0].watch.remove(late);
+    *lock(&is_busy) = false;
+    assert_eq!(run_long(&mut both), [vec![], vec![]]);
+    assert!(both[1].watch.flush(early));
+    both[1].watch.remove(early);
+    assert_eq!(run(&mut both), [vec![], vec![]]);
+    assert_eq!(links(&both), [(0, 0); 2]);
+}
+
+#[test]
 fn of_what_comes_early_heartbeats_are_the_first_to_be_dropped() {
     let heartbeat =
         Heartbeat { sequence: 1, signature: Signature::default(), round: 1, again_millis: 9, ranks: vec![] };

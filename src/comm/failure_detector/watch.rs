@@ -197,11 +197,12 @@ impl Watch {
         }
     }
 
-    /// Drops the communicators that are gone and of which their neighbours have heard.
+    /// Drops the communicators that are gone and of which their neighbours have heard, also those that leave and wait for that.
     fn close_what_can_be(&mut self, now: Instant) {
         let Watch { entries: Entries { by_member, by_key }, links, .. } = self;
         by_member.retain(|member, Entry { state, closing, .. }| {
-            let is_over = closing.is_some_and(|until| now >= until || state.is_flushed(links));
+            let is_done = |links: &mut Links| state.is_flushed(links) && !state.is_waited_for();
+            let is_over = closing.is_some_and(|until| now >= until || is_done(links));
             if is_over {
                 state.close(*member, links);
                 by_key.remove(&state.key());
