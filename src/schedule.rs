@@ -51,8 +51,9 @@ pub struct Schedule {
     pub sums: usize,
     /// The steps before this one only prepare what goes to other hosts: see [`Builder::outward`].
     pub inward: StepId,
-    /// How many of the last steps receive empty messages that only tell what their senders have called.
-    pub words: usize,
+    /// How many of the first steps send empty messages that only tell what this rank has called, and how many of the last ones
+    /// receive such messages. Neither holds the collective up.
+    pub words: (usize, usize),
 }
 
 /// Writes a schedule in program order and derives the dependencies from the memory that the steps touch.
@@ -74,7 +75,7 @@ pub struct Builder {
     fence: Option<StepId>,
     fence_pending: bool,
     inward: StepId,
-    words: usize,
+    words: (usize, usize),
 }
 
 impl Builder {
@@ -91,7 +92,7 @@ impl Builder {
             fence: None,
             fence_pending: false,
             inward: 0,
-            words: 0,
+            words: (0, 0),
         }
     }
 
@@ -203,13 +204,13 @@ impl Builder {
         self.inward = 0;
     }
 
-    /// Puts receives of empty messages, which only tell what their senders have called, behind all other steps.
-    pub(crate) fn put_last(&mut self, senders: Vec<Rank>) {
-        let before = self.steps.len();
-        for from in senders {
-            self.push(Action::Recv { from, into: Slice::empty() });
-        }
-        self.words = self.steps.len() - before;
+    /// Says that the first so many steps, and as many of the last ones, only tell what was called: no rank waits for them.
+    pub(crate) fn runs_ahead(&mut self, first: usize, last: usize) {
+        debug_assert!(
+            self.fence.is_none() && !self.fence_pending,
+            "a step that waits for all would wait for words too"
+        );
+        self.words = (first, last);
     }
 
     /// Whether a step so far sends or receives data.

@@ -44,14 +44,10 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
         (Doubt::Nothing, _) => {}
         // Two that exchange sizes exchange data.
         (Doubt::Calls, ..=DIRECT_MAX_RANKS) if builder.moves_data() => {
-            let unheard = tell_all(builder, world);
-            builder.put_last(unheard);
+            let (told, heard) = hear_of_all(builder, world);
+            builder.runs_ahead(told, heard);
         }
-        (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => {
-            for from in tell_all(builder, world) {
-                builder.push(Action::Recv { from, into: Slice::empty() });
-            }
-        }
+        (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => _ = hear_of_all(builder, world),
         _ => {
             builder.barrier();
             confirm(builder, world);
@@ -60,12 +56,16 @@ pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Gro
 }
 
 /// Before all else, a rank sends an empty message to every rank that it sends no data to: no rank waits for data to come and
-/// to be answered. Returns the ranks of which it must hear by such messages.
-fn tell_all(builder: &mut Builder, world: &Group) -> Vec<Rank> {
+/// to be answered. Returns how many it sends, and how many it receives behind all else.
+fn hear_of_all(builder: &mut Builder, world: &Group) -> (usize, usize) {
     let silent: Vec<_> = others(world).filter(|to| !builder.sends_to(*to)).collect();
-    let unheard = others(world).filter(|from| !builder.receives_from(*from)).collect();
+    let unheard: Vec<_> = others(world).filter(|from| !builder.receives_from(*from)).collect();
+    let numbers = (silent.len(), unheard.len());
     builder.put_first(silent.into_iter().map(|to| Action::Send { to, from: Slice::empty() }));
-    unheard
+    for from in unheard {
+        builder.push(Action::Recv { from, into: Slice::empty() });
+    }
+    numbers
 }
 
 /// Few ranks, which all come here at the same time, signal each other; for more a barrier takes fewer messages.

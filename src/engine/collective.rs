@@ -365,9 +365,12 @@ impl Collectives {
     fn start_send(&mut self, ctx: &mut OpContext, step: StepId, to: Rank, region: Region, message: u32) {
         let Some(active) = &self.active else { return };
         let (sequence, len) = (active.sequence, region.len());
+        if active.plan.only_tells(step as usize) {
+            ctx.endpoints.send_control(to, active.request.header(sequence, message, 0));
+            return self.step_done(sequence, step);
+        }
         if let Some(cause) = ctx.lost(to) {
-            // Without data it only tells what this rank has called. A rank whose part was done may have left.
-            return if len == 0 { self.step_done(sequence, step) } else { self.suspect(ctx, to, cause) };
+            return self.suspect(ctx, to, cause);
         }
         let is_busy = active.plan.is_busy(&active.request.spaces);
         let header = Header { is_busy, ..active.request.header(sequence, message, len) };
@@ -386,9 +389,7 @@ impl Collectives {
             let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, known);
             self.announced.extend(sent.map(|token| (key, token)));
         }
-        if len > 0
-            && let Some(cause) = ctx.lost(to)
-        {
+        if let Some(cause) = ctx.lost(to) {
             self.suspect(ctx, to, cause);
         }
     }
@@ -564,9 +565,11 @@ impl Collectives {
         let is_mismatch = header.index == Reason::Mismatch as u32;
         let failure = Failure { reporter: from, is_mismatch, lost, is_late: false, text };
         if self.owed.is_of(sequence) {
-            // What went wrong before, this rank knows as well.
-            let is_news = header.index != Reason::Earlier as u32;
-            return if is_news { self.fail_late(ctx, failure) } else { self.owed.heard(from) };
+            if header.index == Reason::Earlier as u32 {
+                // What went wrong before, this rank knows as well. Nobody has more to say of a collective that fails for it.
+                return self.owed.clear();
+            }
+            return self.fail_late(ctx, failure);
         }
         match &self.active {
             Some(active) if active.sequence == sequence => self.fail_active_remotely(ctx, failure),
@@ -662,6 +665,7 @@ impl Collectives {
         let sequence = self.next;
         self.next += 1;
         self.failed.remove(&sequence);
+        self.owed.clear();
         self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
         self.asked.retain(|(_, earlier, _), _| *earlier > sequence);
         tell_others(ctx, Failed::Collective { sequence, reason: Reason::Own, lost: None }, text);
@@ -691,13 +695,9 @@ impl Collectives {
     /// Ends the active collective if it cannot do without `peer`.
     pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
         let Some(active) = &self.active else { return };
-        let sequence = active.sequence;
-        for step in ctx.endpoints.drop_words(peer, OpId::Collective(sequence)) {
-            self.step_done(sequence, step);
-        }
         let waits = self.posted.keys().any(|(from, ..)| *from == peer)
             || self.owed.ranks().any(|rank| rank == peer)
-            || ctx.exchanges(OpId::Collective(sequence), peer);
+            || ctx.exchanges(OpId::Collective(active.sequence), peer);
         if waits {
             self.suspect(ctx, peer, cause.to_owned());
         }

@@ -19,7 +19,6 @@ use crate::engine::inbox::Inbox;
 use crate::engine::outbox::{LinkStats, Outbox};
 use crate::engine::peers::{ACCEPT_TIMEOUT, DRAIN_TIMEOUT, Peer, Peers};
 use crate::error::LinkDown;
-use crate::schedule::StepId;
 use crate::sys::poller::StreamName;
 use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
 use crate::types::Rank;
@@ -601,11 +600,6 @@ impl Endpoints {
     pub(crate) fn exchanges(&self, op: OpId, peer: Rank) -> bool {
         let Some(peer) = self.peers.get(peer) else { return false };
         peer.outbox.holds(op) || peer.inbox.as_ref().is_some_and(|inbox| inbox.serves(op))
-    }
-
-    /// Drops what `peer`, which is lost, would only have been told of `op`, and returns the steps that this was.
-    pub(crate) fn drop_words(&mut self, peer: Rank, op: OpId) -> Vec<StepId> {
-        self.peers.get_mut(peer).map(|peer| peer.outbox.drop_words(op)).unwrap_or_default()
     }
 
     /// The bytes of the engine in long messages that wait to be written.

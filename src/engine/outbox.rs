@@ -7,7 +7,6 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
-use crate::schedule::StepId;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::{LaneStats, RailStats, Read, RemoteMemory, SendStream};
 
@@ -225,19 +224,6 @@ impl Outbox {
             outgoing.completion = Completion::NONE;
             true
         });
-    }
-
-    /// Takes back what has not been sent of `op` and only tells what was called, and returns its steps.
-    pub(crate) fn drop_words(&mut self, op: OpId) -> Vec<StepId> {
-        let mut steps = Vec::new();
-        self.queue.retain(|Outgoing { header, completion, .. }| {
-            let is_word = completion.op == op && header.kind == FrameKind::Eager && header.len == 0;
-            if is_word {
-                steps.push(completion.step);
-            }
-            !is_word
-        });
-        steps
     }
 
     /// Drives a connection that is being made and notices one that broke, without anything to write.

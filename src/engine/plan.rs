@@ -66,7 +66,7 @@ impl Plan {
             }));
         }
         let blocked: Vec<u32> = schedule.steps.iter().map(|step| step.after.len() as u32).collect();
-        let own = schedule.steps.len() - schedule.words;
+        let own = schedule.steps.len() - schedule.words.1;
         let ready = (0..own as StepId).filter(|&step| blocked[step as usize] == 0).collect();
         let (algorithm, is_busy) = (algo::select::number(schedule.name), is_busy(&schedule));
         let copy = schedule.steps.iter().find_map(|step| match step.action {
@@ -79,7 +79,14 @@ impl Plan {
     /// How many steps a rank takes before it ends the collective: all but those of [`words`](Plan::words).
     #[inline]
     pub(crate) fn own_steps(&self) -> usize {
-        self.schedule.steps.len() - self.schedule.words
+        self.schedule.steps.len() - self.schedule.words.1
+    }
+
+    /// Whether a step only tells another rank what this one has called. It is done once it is queued, also where the other one does
+    /// not take it: that rank may be ahead, at work on something else, or gone.
+    #[inline]
+    pub(crate) fn only_tells(&self, step: usize) -> bool {
+        step < self.schedule.words.0
     }
 
     /// The last messages, which only tell what their senders have called: from whom, and the place among those from there.

@@ -93,6 +93,30 @@ fn a_root_may_shut_down_before_the_others_have_called() {
 }
 
 #[test]
+fn a_root_that_has_gone_on_to_something_else_holds_nobody_up() {
+    for wire in wires() {
+        let all_have = Arc::new(Barrier::new(3));
+        world(wire, 3, move |comm| {
+            let mut data = [if comm.rank().0 == 0 { 7 } else { 0 }; 4];
+            let memory = vec![buffer(&mut data)];
+            // Streams from the root are open, and those to it are not, or it has not accepted them yet.
+            if comm.rank().0 == 0 {
+                for to in [Rank(1), Rank(2)] {
+                    run(comm, OpKind::Send { to, tag: Tag(0) }, memory.clone(), vec![]).expect("a message");
+                }
+            } else {
+                let from = Source::Rank(Rank(0));
+                run(comm, OpKind::Recv { from, tag: Tag(0) }, vec![], memory.clone()).expect("a message");
+            }
+            run(comm, OpKind::Broadcast { root: Rank(0) }, memory.clone(), memory).expect("all call it");
+            // Nobody calls the communicator before all are here.
+            all_have.wait();
+            assert_eq!(data, [7; 4]);
+        });
+    }
+}
+
+#[test]
 fn a_rank_that_does_not_call_is_named_in_the_timeout() {
     for wire in wires() {
         world_with(wire, 3, SHORT * 2, |comm| {

@@ -76,7 +76,6 @@ mod tests {
 
     use super::*;
     use crate::algo::Collective;
-    use crate::engine::completion::OpId;
     use crate::engine::frame::{FrameKind, MatchSpace};
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::{Region, Spaces, Words};
@@ -97,6 +96,20 @@ mod tests {
         let work = harness.broadcast(Rank(0), &mut words, LONG);
         harness.settle();
         work
+    }
+
+    /// A broadcast that ends in the call, if it can.
+    fn call(harness: &mut Harness, root: u32, words: &mut Words) -> Submitted {
+        let region = Region::of(&[words.buffer()]);
+        let request = Request {
+            collective: Collective::Broadcast { count: 1, root: Rank(root) },
+            signature: broadcast_from(root),
+            reduce: None,
+            dtype: DType::U64,
+            spaces: Spaces::new(region.clone(), region, 8),
+            timeout: LONG,
+        };
+        harness.engine.start_collective(request, true, &Harness::no_progress())
     }
 
     /// As all ranks run it.
@@ -148,18 +161,7 @@ mod tests {
     fn calls_that_end_at_once_are_as_far_ahead() {
         let mut harness = harness();
         let mut words = Words::new(vec![7]);
-        let mut run = |harness: &mut Harness| {
-            let region = Region::of(&[words.buffer()]);
-            let request = Request {
-                collective: Collective::Broadcast { count: 1, root: Rank(0) },
-                signature: broadcast_from(0),
-                reduce: None,
-                dtype: DType::U64,
-                spaces: Spaces::new(region.clone(), region, 8),
-                timeout: LONG,
-            };
-            harness.engine.start_collective(request, true, &Harness::no_progress())
-        };
+        let mut run = |harness: &mut Harness| call(harness, 0, &mut words);
         assert!(matches!(run(&mut harness), Submitted::Completed(..)));
         let signature = called(&mut harness);
         for sequence in 0..3 {
@@ -173,6 +175,15 @@ mod tests {
         tell(&mut harness, 3, signature);
         assert_eq!(work.result(), Some(Ok(())));
         assert!(!harness.engine.collectives.has_heard(), "the fifth one's word has not come");
+    }
+
+    #[test]
+    fn a_word_opens_the_stream_that_it_needs() {
+        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![0]));
+        let begun = call(&mut harness, 1, &mut words);
+        harness.settle();
+        assert!(harness.engine.context.endpoints.is_connected(Rank(2)), "nothing else goes there");
+        assert!(matches!(begun, Submitted::Pending(_)), "the root's data have not come");
     }
 
     #[test]
@@ -231,27 +242,36 @@ mod tests {
     }
 
     #[test]
-    fn a_root_that_has_left_need_not_be_told() {
-        // Before the other rank calls, or while the word to it waits for room in the stream.
-        for has_called in [false, true] {
-            let mut harness = harness();
-            let mut words = Words::new(vec![0]);
+    fn nobody_has_more_to_say_of_a_collective_that_failed_for_the_one_before() {
+        let mut harness = Harness::of(3);
+        harness.engine.context.rndv.single_copy_bytes = harness.engine.context.rndv.eager_bytes;
+        harness.settle();
+        assert_eq!(broadcast(&mut harness).result(), Some(Ok(())));
+        let failed = Failed::Collective { sequence: 0, reason: Reason::Earlier, lost: None };
+        // Rank 2 is told the same, and does not call it any more.
+        harness.send(&[&*failed.header(4).encode(), b"text"].concat());
+        assert!(harness.engine.has_ended() && failures(&mut harness).is_empty());
+    }
+
+    #[test]
+    fn a_root_that_does_not_listen_or_has_left_need_not_be_told() {
+        for has_left in [false, true] {
+            let (mut harness, mut words) = (harness(), Words::new(vec![0]));
             let signature = {
                 let mut other = self::harness();
                 let _work = other.broadcast(Rank(1), &mut Words::new(vec![0]), LONG);
                 other.engine.collectives.signature().expect("it runs")
             };
             let header = Header { signature, ..Header::control(FrameKind::Eager, MatchSpace::Collective, 0, 0, 8) };
-            harness.wire().full = has_called;
-            let early = has_called.then(|| harness.broadcast(Rank(1), &mut words, LONG));
             harness.send(&[&*header.encode(), &7u64.to_ne_bytes()].concat());
-            if let Some(work) = &early {
-                assert!(!work.is_done() && harness.engine.context.exchanges(OpId::Collective(0), Rank(1)));
+            harness.wire().full = true;
+            if has_left {
+                harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
             }
-            harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
-            let work = early.unwrap_or_else(|| harness.broadcast(Rank(1), &mut words, LONG));
+            let work = harness.broadcast(Rank(1), &mut words, LONG);
             harness.settle();
-            assert_eq!((work.result(), words.get()), (Some(Ok(())), [7].as_slice()));
+            assert_eq!((work.result(), words.get()), (Some(Ok(())), [7].as_slice()), "it has left: {has_left}");
+            assert_eq!(harness.engine.is_busy(), !has_left, "the word goes out when there is room");
         }
     }
 }

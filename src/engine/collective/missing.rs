@@ -19,7 +19,7 @@ impl Collectives {
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did");
         }
-        let posted: HashSet<Rank> = self.posted.keys().map(|(from, ..)| *from).collect();
+        let posted: HashSet<Rank> = self.posted.keys().map(|(from, ..)| *from).chain(self.owed.ranks()).collect();
         let op = OpId::Collective(sequence);
         let slow: Vec<Rank> =
             came.iter().copied().filter(|rank| posted.contains(rank) || ctx.exchanges(op, *rank)).collect();
