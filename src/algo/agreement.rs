@@ -1,7 +1,7 @@
-//! Agreement: no rank finishes a collective before it knows that all have called the same, so that a disagreement
-//! between any two of them is an error on every rank, also where data flows between few. A message's header tells what
-//! its sender called, hence it takes no more than messages. Where a rank has moved data, it finishes before it has heard of ranks
-//! that it gets no data from, and does not finish the next collective before that.
+//! Agreement: no rank finishes a collective, or else the one after it, before it knows that all have called the same, so that a
+//! disagreement between any two of them is an error on every rank, also where data flows between few. A message's header tells
+//! what its sender called, hence it takes no more than messages. Only a rank that has moved data finishes before it has heard of
+//! those that it gets no data from.
 
 use crate::algo::collective::{Collective, DIRECT_MAX_RANKS};
 use crate::algo::dissemination;
@@ -42,11 +42,11 @@ fn doubt(collective: &Collective) -> Doubt {
 pub(super) fn ensure(builder: &mut Builder, collective: &Collective, world: &Group) {
     match (doubt(collective), world.size()) {
         (Doubt::Nothing, _) => {}
-        // Two that exchange sizes exchange data.
         (Doubt::Calls, ..=DIRECT_MAX_RANKS) if builder.moves_data() => {
             let (told, heard) = hear_of_all(builder, world);
             builder.runs_ahead(told, heard);
         }
+        // Two that exchange sizes exchange data.
         (_, 2) | (Doubt::Calls, ..=DIRECT_MAX_RANKS) => _ = hear_of_all(builder, world),
         _ => {
             builder.barrier();

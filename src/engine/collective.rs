@@ -473,16 +473,18 @@ impl Collectives {
 
     // ---- arrivals ----
 
-    /// The receive that waits for `header`, if the message is for the active collective and the ranks agree on it.
-    fn take_posted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<Posted>, Stale> {
+    /// Whether what has come is of the active collective, on which the ranks agree, or of a later one.
+    fn is_wanted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> bool {
         if self.owed.is_of(header.key) {
             self.word_arrives(ctx, from, header.signature);
         }
-        if header.key < self.current() {
-            return Err(Stale);
-        }
         let is_active = self.active.as_ref().is_some_and(|active| active.sequence == header.key);
-        if is_active && !self.check_signature(ctx, from, header.signature) {
+        header.key >= self.current() && (!is_active || self.check_signature(ctx, from, header.signature))
+    }
+
+    /// The receive that waits for `header`, if the message is for the active collective and the ranks agree on it.
+    fn take_posted(&mut self, ctx: &mut OpContext, from: Rank, header: Header) -> Result<Option<Posted>, Stale> {
+        if !self.is_wanted(ctx, from, header) {
             return Err(Stale);
         }
         Ok(self.posted.remove(&(from, header.key, header.index)))
@@ -506,14 +508,7 @@ impl Collectives {
 
     /// `from` has a buffer for a message of this rank.
     pub(crate) fn ready_arrives(&mut self, ctx: &mut OpContext, from: Rank, header: Header) {
-        if self.owed.is_of(header.key) {
-            self.word_arrives(ctx, from, header.signature);
-        }
-        if header.key < self.current() {
-            return;
-        }
-        let is_active = self.active.as_ref().is_some_and(|active| active.sequence == header.key);
-        if is_active && !self.check_signature(ctx, from, header.signature) {
+        if !self.is_wanted(ctx, from, header) {
             return;
         }
         let key = (from, header.key, header.index);
@@ -621,12 +616,10 @@ impl Collectives {
     // ---- ends ----
 
     fn finish_active(&mut self, ctx: &mut OpContext, result: Result<(), Error>) {
-        let Some(active) = &mut self.active else { return };
-        let (sequence, work) = (active.sequence, active.work.clone());
-        let (signature, plan) = (active.request.signature, active.plan.clone());
-        active.ready.clear();
-        self.spare = (std::mem::take(&mut active.blocked), std::mem::take(&mut active.ready));
-        self.active = None;
+        let Some(active) = self.active.take() else { return };
+        let Active { sequence, request, work, plan, blocked, mut ready, .. } = active;
+        ready.clear();
+        self.spare = (blocked, ready);
         self.announced.clear();
         // What this rank had sent when it was asked for it.
         self.asked.retain(|(_, asked, _), _| *asked > sequence);
@@ -636,7 +629,7 @@ impl Collectives {
             self.unexpected.retain(|(_, earlier, _), _| *earlier > sequence);
             self.owed.clear();
         } else {
-            self.run_ahead(sequence, signature, &plan);
+            self.run_ahead(sequence, request.signature, &plan);
         }
         self.scratch.give_back(self.scratch_limit.limit());
         ctx.finish(work, result, None);

@@ -141,17 +141,15 @@ impl Engine {
             let completion = Completion { op: OpId::Collective(sequence), step: executed.steps as StepId };
             let state = match step.action {
                 Action::Send { to, .. } if plan.only_tells(executed.steps) => {
-                    let header = request.header(sequence, message, 0);
                     self.context.endpoints.connect(to);
-                    match self.context.endpoints.write(to, header, Body::Empty, Completion::NONE) {
-                        None => StepState::NotBegun,
-                        Some(true) => StepState::Done,
-                        Some(false) => {
-                            // It is queued, which is for the loop to go on with.
-                            executed.steps += 1;
-                            return false;
-                        }
+                    let header = request.header(sequence, message, 0);
+                    let state = self.send_now(to, header, Region::default(), Completion::NONE);
+                    if state == StepState::UnderWay {
+                        // It is queued, which is for the loop to go on with.
+                        executed.steps += 1;
+                        return false;
                     }
+                    state
                 }
                 Action::Send { to, from } => {
                     let region = request.spaces.region(from);

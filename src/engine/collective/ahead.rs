@@ -41,6 +41,9 @@ impl Collectives {
 
     /// Collective `sequence` ends, though these last messages of its plan may not have come.
     pub(crate) fn run_ahead(&mut self, sequence: u64, signature: Signature, plan: &Plan) {
+        if plan.own_steps() == plan.schedule.steps.len() {
+            return;
+        }
         let unexpected = &mut self.unexpected;
         let last = plan.words().filter(|(from, index)| unexpected.remove(&(*from, sequence, *index)).is_none());
         self.owed = Owed::new(sequence, signature, last);
