@@ -127,7 +127,8 @@ impl Transports {
             Purpose::FailureDetector => TcpStreams::ONE,
         };
         if choice.has_shm() && has_others {
-            let settings = RingSettings { bytes, peer_can_read, line_ownership, node: config.numa_node.number() };
+            let (node, share_bells) = (config.numa_node.number(), purpose == Purpose::Data);
+            let settings = RingSettings { bytes, peer_can_read, line_ownership, node, share_bells };
             let transport = ShmTransport::new(identity.clone(), poller.clone(), settings)
                 .map_err(os("the shared memory transport"))?;
             transports.push(Entry { transport: Box::new(transport), locality: Locality::SameHost, purpose });

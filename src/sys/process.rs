@@ -3,10 +3,15 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use rustc_hash::FxHashMap;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
+
+use crate::sync::{Arc, Mutex, Weak, lock};
+use crate::sys::fork::PerProcess;
+use crate::sys::socket;
 
 /// A process's number, and the namespace in which it has that number.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -37,9 +42,33 @@ pub struct Process {
 impl Process {
     /// The process with this id; an error if it is not visible from here, as in another container or on another host.
     pub fn find(id: &ProcessId) -> io::Result<Process> {
-        let number = Pid::from_raw(id.number).filter(|_| id.namespace == namespace());
-        let number = number.ok_or(io::ErrorKind::NotFound)?;
+        if id.namespace != namespace() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Process::with_number(id.number)
+    }
+
+    /// The process with this number in this one's namespace.
+    pub fn with_number(number: i32) -> io::Result<Process> {
+        let number = Pid::from_raw(number).ok_or(io::ErrorKind::NotFound)?;
         Ok(Process { fd: rustix::process::pidfd_open(number, PidfdFlags::empty())? })
+    }
+
+    /// The process at the other end of a Unix socket, by one descriptor for all who ask. An error if it is not visible from here,
+    /// as in another container, or has closed the socket.
+    pub fn behind(socket: BorrowedFd<'_>) -> io::Result<Arc<Process>> {
+        static KNOWN: PerProcess<Mutex<FxHashMap<i32, Weak<Process>>>> = PerProcess::unset();
+        let number = socket::peer_credentials(socket)?.pid;
+        let mut known = lock(KNOWN.get());
+        known.retain(|_, process| process.strong_count() > 0);
+        let process = known.get(&number).and_then(Weak::upgrade).filter(|process| !process.has_ended());
+        let process = process.map_or_else(|| Process::with_number(number).map(Arc::new), Ok)?;
+        // Another one may have got the number of one that had ended before.
+        if socket::is_hung_up(socket) {
+            return Err(io::ErrorKind::ConnectionReset.into());
+        }
+        known.insert(number, Arc::downgrade(&process));
+        Ok(process)
     }
 
     /// Whether it has ended.
@@ -106,6 +135,15 @@ mod tests {
         drop(child.stdin.take());
         child.wait().expect("it ends with its input");
         assert!(process.has_ended());
+    }
+
+    #[test]
+    fn who_asks_for_a_process_again_gets_the_same_until_its_socket_is_closed() {
+        let (near, far) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        let [one, other] = [(); 2].map(|()| Process::behind(near.as_fd()).expect("this process"));
+        assert!(Arc::ptr_eq(&one, &other) && !one.has_ended());
+        drop(far);
+        assert_eq!(Process::behind(near.as_fd()).expect_err("nobody is there").kind(), io::ErrorKind::ConnectionReset);
     }
 
     #[test]

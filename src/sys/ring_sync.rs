@@ -7,8 +7,9 @@
 //! side drains its doorbell, sets its flag, issues a SeqCst fence and checks once more for what it waits for. After it has
 //! published, a side issues a SeqCst fence, checks the other's flag, clears it and rings. One of the two sees the other, so
 //! no wake is lost. The doorbell is drained first because the other side may clear the flag late, for something that was
-//! seen long ago: that ring must wake, since the next publication finds no flag.
-//! `tests/models` checks this in every interleaving.
+//! seen long ago: that ring must wake, since the next publication finds no flag. A doorbell that several rings share is not
+//! drained there. Whoever drains it looks which sides are armed and have lost their flag, and wakes those.
+//! `tests/models` checks both in every interleaving.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -41,19 +42,46 @@ pub struct Position {
     pub bytes: u64,
 }
 
+/// The two sides of a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The one that writes.
+    Writer,
+    /// The one that reads.
+    Reader,
+}
+
+impl Side {
+    /// The other one.
+    pub fn other(self) -> Side {
+        match self {
+            Side::Writer => Side::Reader,
+            Side::Reader => Side::Writer,
+        }
+    }
+}
+
 /// The reader's positions, flags, the count of invalidations, the writer's CPU and what its copies cost, as they lie at the
 /// beginning of a ring's memory. All zero at first.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct RingWords {
     done: CacheLine<[AtomicU64; 2]>,
-    reader_asleep: CacheLine<AtomicU32>,
-    writer_asleep: CacheLine<AtomicU32>,
+    reader: CacheLine<SideWords>,
+    writer: CacheLine<SideWords>,
     invalidations: CacheLine<AtomicU64>,
     /// One more than the CPU's number.
     writer_cpu: CacheLine<AtomicU32>,
     /// The last whole lap's number in the upper half, what a byte of it cost in the lower one.
     write_cost: CacheLine<AtomicU64>,
+}
+
+/// What the other side tells one, and whether to wake it.
+#[derive(Debug, Default)]
+#[repr(C)]
+struct SideWords {
+    asleep: AtomicU32,
+    is_left_alone: AtomicU32,
 }
 
 /// A value on cache lines of its own: two, because processors fetch lines in pairs.
@@ -62,6 +90,31 @@ pub struct RingWords {
 struct CacheLine<T>(T);
 
 impl RingWords {
+    // ---- both sides ----
+
+    fn of(&self, side: Side) -> &SideWords {
+        match side {
+            Side::Writer => &self.writer.0,
+            Side::Reader => &self.reader.0,
+        }
+    }
+
+    /// Whether a side has asked to be rung for, and nobody has cleared its flag to do so yet.
+    pub fn is_armed(&self, side: Side) -> bool {
+        self.of(side).asleep.load(Ordering::SeqCst) != 0
+    }
+
+    /// Says that a side reads and writes no more. The caller must ring.
+    pub fn leave(&self, side: Side) {
+        // Release: pairs with the Acquire of the other side, so that it finds all that was published before.
+        self.of(side.other()).is_left_alone.store(1, Ordering::Release);
+    }
+
+    /// Whether the side opposite to this one has left. What it had published before is there.
+    pub fn is_left_alone(&self, side: Side) -> bool {
+        self.of(side).is_left_alone.load(Ordering::Acquire) != 0
+    }
+
     // ---- the writer's side ----
 
     /// The position up to which the reader is done, so that the writer may overwrite.
@@ -73,18 +126,18 @@ impl RingWords {
 
     /// To be called after marks were set. True: the reader sleeps, and the caller must ring.
     pub fn published(&self) -> bool {
-        take(&self.reader_asleep.0)
+        take(&self.reader.0.asleep)
     }
 
     /// Asks the reader to ring when there is room. `drain` empties the doorbell first. The writer must check once more for room
     /// before it sleeps.
     pub fn arm_writer(&self, drain: impl FnOnce()) {
-        arm(&self.writer_asleep.0, drain);
+        arm(&self.writer.0.asleep, drain);
     }
 
     /// Undoes [`RingWords::arm_writer`].
     pub fn disarm_writer(&self) {
-        self.writer_asleep.0.store(0, Ordering::SeqCst);
+        self.writer.0.asleep.store(0, Ordering::SeqCst);
     }
 
     /// Publishes the CPU on which the writer waits, or waited last.
@@ -118,18 +171,18 @@ impl RingWords {
         // Release: pairs with the writer's Acquire, so that it reuses the room only now.
         bytes.store(done.bytes, Ordering::Release);
         slots.store(done.slots, Ordering::Release);
-        take(&self.writer_asleep.0)
+        take(&self.writer.0.asleep)
     }
 
     /// Asks the writer to ring when a slot is complete. `drain` empties the doorbell first. The reader must check once more for
     /// a slot before it sleeps.
     pub fn arm_reader(&self, drain: impl FnOnce()) {
-        arm(&self.reader_asleep.0, drain);
+        arm(&self.reader.0.asleep, drain);
     }
 
     /// Undoes [`RingWords::arm_reader`].
     pub fn disarm_reader(&self) {
-        self.reader_asleep.0.store(0, Ordering::SeqCst);
+        self.reader.0.asleep.store(0, Ordering::SeqCst);
     }
 
     /// The CPU that the writer waited on last, if it has published one.

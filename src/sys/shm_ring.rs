@@ -11,11 +11,13 @@
 #![allow(unsafe_code, reason = "maps shared memory")]
 
 use std::io;
+use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::sync::Arc;
 use crate::sys::memfd::{self, Pages};
 use crate::sys::numa;
 use crate::sys::ring_sync::{Mark, RingWords};
@@ -26,6 +28,7 @@ use crate::sys::ring_sync::{Mark, RingWords};
 /// it writes, no access goes outside the mapping, but it can garble its own bytes.
 #[derive(Debug)]
 pub struct ShmRing {
+    memory: Arc<Memory>,
     base: NonNull<u8>,
     /// Where the slots begin, behind the words. Stored, since the page size is a call of libc.
     slots: NonNull<u8>,
@@ -34,9 +37,48 @@ pub struct ShmRing {
     capacity: usize,
 }
 
-// SAFETY: the mapping is owned and stays at its address until drop; shared words and marks are accessed atomically, and
+// SAFETY: the mapping stays at its address for as long as `memory` is owned; shared words and marks are accessed atomically, and
 // other bytes only by the one reader or the one writer that owns them by the marks and the reader's positions.
 unsafe impl Send for ShmRing {}
+
+/// The mapping.
+#[derive(Debug)]
+struct Memory {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: it gives out nothing but its words, which are only accessed atomically, and is unmapped by its last owner.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn words(&self) -> &RingWords {
+        // SAFETY: the words lie at the beginning of the first page, which lives as long as self; every bit pattern is
+        // one of theirs, and they are only accessed atomically.
+        unsafe { self.base.cast::<RingWords>().as_ref() }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the range is the reservation made in `ShmRing::map`, and nothing borrowed from self outlives it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// The words of a ring, which stay as long as this does.
+#[derive(Clone, Debug)]
+pub struct KeptWords(Arc<Memory>);
+
+impl Deref for KeptWords {
+    type Target = RingWords;
+
+    fn deref(&self) -> &RingWords {
+        self.0.words()
+    }
+}
 
 impl ShmRing {
     /// Makes a ring of `capacity` bytes, a power of two of whole pages, and a file descriptor of it for the peer. `node` is the NUMA
@@ -72,11 +114,13 @@ impl ShmRing {
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), total, ProtFlags::empty(), MapFlags::PRIVATE) }?;
         let base: NonNull<u8> = NonNull::new(base.cast()).expect("mmap never returns null");
+        // From here on, whatever fails, what is reserved is given back.
+        let memory = Arc::new(Memory { base, len: total });
         // SAFETY: the words' page is a part of the reservation.
         let slots = unsafe { base.add(rustix::param::page_size()) };
         // SAFETY: what lies before the ring is, too.
         let data = unsafe { base.add(before_ring()) };
-        let memory = ShmRing { base, slots, data, capacity };
+        let ring = ShmRing { memory, base, slots, data, capacity };
         let base = base.as_ptr().cast();
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -86,7 +130,7 @@ impl ShmRing {
         let second = unsafe { data.add(capacity) };
         // SAFETY: [second, second + capacity) is the rest of the reservation.
         unsafe { rustix::mm::mmap(second.as_ptr().cast(), capacity, access, flags, fd, before_ring() as u64) }?;
-        Ok(memory)
+        Ok(ring)
     }
 
     /// The size of the ring in bytes.
@@ -95,10 +139,15 @@ impl ShmRing {
     }
 
     /// The words by which both sides synchronise.
+    #[inline]
     pub fn words(&self) -> &RingWords {
-        // SAFETY: the words lie at the beginning of the first page, which lives as long as self; every bit pattern is
-        // one of theirs, and they are only accessed atomically.
+        // SAFETY: as in `Memory::words`; `base` is that of `memory`, which lives as long as self.
         unsafe { self.base.cast::<RingWords>().as_ref() }
+    }
+
+    /// The same, which outlive the ring.
+    pub fn kept_words(&self) -> KeptWords {
+        KeptWords(self.memory.clone())
     }
 
     /// Slot `number`'s mark, and the lap that `number` is in.
@@ -215,13 +264,6 @@ impl ShmRing {
         let offset = (position as usize) & (self.capacity - 1);
         // SAFETY: the offset is inside the mapping since it is below the capacity.
         unsafe { self.data.as_ptr().add(offset) }
-    }
-}
-
-impl Drop for ShmRing {
-    fn drop(&mut self) {
-        // SAFETY: the range is the reservation made in `map`, and nothing borrowed from self outlives it.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), before_ring() + 2 * self.capacity) };
     }
 }
 

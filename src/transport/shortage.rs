@@ -30,7 +30,7 @@ pub fn descriptors(size: usize, streams: usize) -> usize {
     OWN_DESCRIPTORS + size.saturating_sub(1) * streams * PEER_DESCRIPTORS
 }
 
-/// For each peer: a stream in each direction, of sockets.
+/// For each peer: a stream in each direction, of sockets. Those of shared memory mostly take none, but there is no telling before.
 const PEER_DESCRIPTORS: usize = 2;
 
 /// For the pollers, the listeners, the bootstrap, and the few neighbours of the failure detector.

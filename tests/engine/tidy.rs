@@ -132,7 +132,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/transport/",
         &[&["auth", "runs", "shortage"], &["handshake"], &["pending", "tls"], &["shm", "tcp"], &["ucx"]],
     ),
-    ("src/transport/shm/", &[&["doorbell", "line_ownership"], &["handover"], &["ring_stream"], &["tests"]]),
+    ("src/transport/shm/", &[&["bells", "line_ownership"], &["doorbell"], &["handover"], &["ring_stream"], &["tests"]]),
     (
         "src/transport/tcp/",
         &[

@@ -3,7 +3,7 @@
 use loom::cell::UnsafeCell;
 use loom::thread;
 
-use crate::ring_sync::{Mark, Position, RingWords};
+use crate::ring_sync::{Mark, Position, RingWords, Side};
 use crate::sync::{Arc, AtomicU64, Condvar, Mutex, Ordering, lock};
 
 /// The socket beside a ring: a byte that comes wakes until it is taken out.
@@ -39,15 +39,36 @@ struct Ring {
     cell: UnsafeCell<u64>,
     bytes_come: Bell,
     room_comes: Bell,
+    /// Whether the bells are those of other rings as well, so that who is woken looks whether it is meant.
+    shares_bells: bool,
 }
 
 #[allow(unsafe_code, reason = "loom's cells, which report every race")]
 impl Ring {
+    fn before_sleep(&self, bell: &Bell) {
+        if !self.shares_bells {
+            bell.drain();
+        }
+    }
+
+    fn sleep(&self, bell: &Bell, side: Side) {
+        loop {
+            bell.wait();
+            if !self.shares_bells {
+                return;
+            }
+            bell.drain();
+            if !self.words.is_armed(side) {
+                return;
+            }
+        }
+    }
+
     fn write(&self, tail: u64) {
         while self.words.done().slots != tail {
-            self.words.arm_writer(|| self.room_comes.drain());
+            self.words.arm_writer(|| self.before_sleep(&self.room_comes));
             if self.words.done().slots != tail {
-                self.room_comes.wait();
+                self.sleep(&self.room_comes, Side::Writer);
             }
             self.words.disarm_writer();
         }
@@ -62,9 +83,9 @@ impl Ring {
     fn read(&self, head: u64) -> u64 {
         let lap = head as u32 + 1;
         while self.mark.get(lap).is_none() {
-            self.words.arm_reader(|| self.bytes_come.drain());
+            self.words.arm_reader(|| self.before_sleep(&self.bytes_come));
             if self.mark.get(lap).is_none() {
-                self.bytes_come.wait();
+                self.sleep(&self.bytes_come, Side::Reader);
             }
             self.words.disarm_reader();
         }
@@ -77,18 +98,27 @@ impl Ring {
     }
 }
 
-#[test]
-fn what_is_published_is_there_and_nobody_sleeps_on() {
+fn check_ring(shares_bells: bool) {
     let mut model = loom::model::Builder::new();
     // Two threads need few switches to err, and without a bound this takes very long.
     model.preemption_bound = Some(3);
-    model.check(|| {
-        let ring = Arc::new(Ring::default());
+    model.check(move || {
+        let ring = Arc::new(Ring { shares_bells, ..Ring::default() });
         let writer = Arc::clone(&ring);
         let thread = thread::spawn(move || (0..2).for_each(|tail| writer.write(tail)));
         assert_eq!([ring.read(0), ring.read(1)], [1, 2]);
         thread.join().expect("no panic");
     });
+}
+
+#[test]
+fn what_is_published_is_there_and_nobody_sleeps_on() {
+    check_ring(false);
+}
+
+#[test]
+fn nobody_sleeps_on_where_rings_share_their_bells() {
+    check_ring(true);
 }
 
 #[test]

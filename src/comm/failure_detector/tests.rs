@@ -64,7 +64,8 @@ fn manner(change: impl FnOnce(&mut Config)) -> Manner {
 impl Process {
     fn transport(&self, identity: &Identity) -> ShmTransport {
         let bytes = rustix::param::page_size();
-        let settings = RingSettings { bytes, peer_can_read: false, line_ownership: Switch::Off, node: None };
+        let (line_ownership, node, share_bells) = (Switch::Off, None, false);
+        let settings = RingSettings { bytes, peer_can_read: false, line_ownership, node, share_bells };
         ShmTransport::new(identity.clone(), self.poller.clone(), settings).expect("a transport")
     }
 

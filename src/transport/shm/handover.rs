@@ -11,6 +11,7 @@ use crate::sys::socket;
 use crate::transport::auth::{Identity, Secret};
 use crate::transport::handshake::{Opening, is_passing};
 use crate::transport::pending::Candidate;
+use crate::transport::shm::bells::SharedLine;
 use crate::transport::{Detour, shortage};
 use crate::types::Rank;
 
@@ -21,6 +22,8 @@ pub(super) struct RingHandover {
     stage: Stage,
     ring: OwnedFd,
     detour: Detour,
+    /// By what the ring needs no socket, if the peer agrees.
+    line: Option<SharedLine>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,11 +31,17 @@ enum Stage {
     Proving,
     Handing,
     Waiting,
+    Done,
 }
 
 impl RingHandover {
-    pub(super) fn new(identity: Identity, peer: Rank, ring: OwnedFd, detour: Detour) -> Self {
-        RingHandover { opening: Opening::new(identity, peer), stage: Stage::Proving, ring, detour }
+    pub(super) fn new(identity: Identity, peer: Rank, ring: OwnedFd, detour: Detour, line: Option<SharedLine>) -> Self {
+        RingHandover { opening: Opening::new(identity, peer), stage: Stage::Proving, ring, detour, line }
+    }
+
+    /// By what the ring needs no socket, once the peer has it and has agreed.
+    pub(super) fn take_line(&mut self) -> Option<SharedLine> {
+        self.line.take()
     }
 
     /// Advances without blocking. True: the peer has the ring. The error says that shared memory does not lead to the peer, or
@@ -59,59 +68,94 @@ impl RingHandover {
                     self.stage = Stage::Handing;
                     continue;
                 }
-                Stage::Handing => socket::send_fd(stream, self.ring.as_fd(), note(self.detour)),
-                Stage::Waiting => match stream.read(&mut [0]) {
-                    Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it did not take the ring")),
-                    taken => taken.map(|_| ()),
-                },
+                Stage::Handing => {
+                    let note = Note { waits: self.detour == Detour::Impossible, shares: self.line.is_some() };
+                    socket::send_fd(stream, self.ring.as_fd(), note.encode()).map(|()| Stage::Waiting)
+                }
+                Stage::Waiting => self.hear(stream).map(|()| Stage::Done),
+                Stage::Done => return Ok(true),
             };
             match passed {
-                Ok(()) if self.stage == Stage::Waiting => return Ok(true),
-                Ok(()) => self.stage = Stage::Waiting,
+                Ok(next) => self.stage = next,
                 Err(error) if is_passing(&error) => return Ok(false),
                 Err(error) => return Err(error.into()),
             }
         }
     }
+
+    /// Hears that the peer has the ring, and whether it needs no socket.
+    fn hear(&mut self, stream: &mut UnixStream) -> io::Result<()> {
+        let mut answer = [0];
+        if stream.read(&mut answer)? == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it did not take the ring"));
+        }
+        if answer != [SHARED]
+            && let Some(line) = self.line.take()
+        {
+            line.decline();
+        }
+        Ok(())
+    }
 }
 
-/// The acceptor's side: advances a connection without blocking until its ring is mapped here, and says so. `size` is that of
-/// the communicator.
-pub(super) fn accept(candidate: &mut Candidate<UnixStream>, size: usize) -> Result<Option<ShmRing>, LinkDown> {
+/// The acceptor's side: advances a connection without blocking until its ring is mapped here, and says so. `share` gives that by what
+/// a ring needs no socket, if this side can do so; `size` is that of the communicator.
+pub(super) fn accept(
+    candidate: &mut Candidate<UnixStream>,
+    size: usize,
+    share: impl FnOnce(Rank, &UnixStream, &ShmRing) -> Option<SharedLine>,
+) -> Result<Option<(ShmRing, Option<SharedLine>)>, LinkDown> {
     if candidate.rank.is_none() {
         candidate.rank = candidate.accepting.drive(&mut *candidate.stream)?;
     }
-    if candidate.rank.is_none() {
-        return Ok(None);
-    }
+    let Some(rank) = candidate.rank else { return Ok(None) };
     let (fd, said) = match socket::look_at_fd(&candidate.stream) {
-        Ok(found) => found,
+        Ok((fd, said)) => (fd, Note::decode(said)),
         Err(error) if is_passing(&error) => return Ok(None),
         Err(error) => return Err(shortage::while_opening(error, size, 1)),
     };
-    let memory = ShmRing::open(fd.as_fd()).map_err(|error| {
+    let ring = ShmRing::open(fd.as_fd()).map_err(|error| {
         let cause = format!("this process has no room for a ring of shared memory: {error}");
         // An opener that has another route does not wait.
-        let waits = said == note(Detour::Impossible) && limits::is_shortage(&error);
-        if waits { LinkDown::lacking(cause) } else { LinkDown::new(cause) }
+        if said.waits && limits::is_shortage(&error) { LinkDown::lacking(cause) } else { LinkDown::new(cause) }
     })?;
     drop(fd);
     socket::drop_fd(&candidate.stream)?;
+    let mut line = if said.shares { share(rank, &candidate.stream, &ring) } else { None };
+    if line.as_ref().is_some_and(|line| !line.ring())
+        && let Some(line) = line.take()
+    {
+        line.decline();
+    }
     // There is room: the opener has read every earlier message, or it would not have sent the ring.
-    candidate.stream.write_all(&[TAKEN])?;
-    Ok(Some(memory))
+    candidate.stream.write_all(&[if line.is_some() { SHARED } else { TAKEN }])?;
+    Ok(Some((ring, line)))
 }
 
-/// The byte that goes with the ring.
-fn note(detour: Detour) -> u8 {
-    match detour {
-        Detour::Possible => 0,
-        Detour::Impossible => 1,
+/// What the byte says that goes with the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Note {
+    /// There is no other route, so that a reader who lacks memory is waited for.
+    waits: bool,
+    /// The writer can do without a socket.
+    shares: bool,
+}
+
+impl Note {
+    fn encode(self) -> u8 {
+        u8::from(self.waits) | u8::from(self.shares) << 1
+    }
+
+    fn decode(byte: u8) -> Note {
+        Note { waits: byte & 1 != 0, shares: byte & 2 != 0 }
     }
 }
 
-/// The acceptor's byte once the ring is mapped. Its value has no meaning.
+/// The acceptor's byte once the ring is mapped, where the socket stays.
 const TAKEN: u8 = 1;
+
+/// The same where it does not.
+const SHARED: u8 = 2;
 
 #[cfg(test)]
 mod tests {
@@ -128,7 +172,10 @@ mod tests {
             drop(far);
             let opening = Opening::new(identity.clone(), Rank(1)).aged(age);
             let (_, ring) = ShmRing::create(rustix::param::page_size(), None).unwrap();
-            RingHandover { opening, stage, ring, detour: Detour::Possible }.drive(&mut near).unwrap_err().kind
+            RingHandover { opening, stage, ring, detour: Detour::Possible, line: None }
+                .drive(&mut near)
+                .unwrap_err()
+                .kind
         };
         for stage in [Stage::Proving, Stage::Handing, Stage::Waiting] {
             assert_eq!(end(stage, Duration::ZERO), Down::Unfit, "{stage:?}");

@@ -1,8 +1,10 @@
-//! Shared memory within a host: a ring for each direction, and a socket beside it.
+//! Shared memory within a host: a ring for each direction, and bells by which the sides wake each other.
 //!
-//! The opener makes the ring and hands it over through a Unix socket once both sides have proved themselves. The socket is
-//! then the doorbell: a byte wakes a sleeping side, and its end shows that the other process is gone.
+//! The opener makes the ring and hands it over through a Unix socket once both sides have proved themselves. The bells of all rings
+//! of a communicator ring at one socket ([`bells`]), so that one is closed. Where the system does not allow that, it stays as the
+//! ring's own bell: a byte wakes a sleeping side, and its end shows that the other process is gone.
 
+mod bells;
 mod doorbell;
 mod handover;
 mod line_ownership;
@@ -15,14 +17,18 @@ use std::time::Instant;
 
 use crate::config::Switch;
 use crate::error::LinkDown;
+use crate::sync::Arc;
 use crate::sys::cma::{self, PeerMemory};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
+use crate::sys::process::Process;
 use crate::sys::random;
+use crate::sys::ring_sync::Side;
 use crate::sys::shm_ring::ShmRing;
 use crate::sys::socket;
 use crate::transport::auth::Identity;
 use crate::transport::pending::{Pending, Proved};
+use crate::transport::shm::bells::{Bells, SharedLine};
 use crate::transport::shm::doorbell::Doorbell;
 use crate::transport::shm::handover::RingHandover;
 use crate::transport::shm::line_ownership::Chooser;
@@ -41,6 +47,8 @@ pub struct RingSettings {
     pub line_ownership: Switch,
     /// The NUMA node that it is on, from which others take the memory of those that it reads.
     pub node: Option<u32>,
+    /// Whether those whose other side agrees have no socket of their own.
+    pub share_bells: bool,
 }
 
 /// The transport of one communicator.
@@ -53,6 +61,53 @@ pub struct ShmTransport {
     token: [u8; TOKEN_BYTES],
     listener: Watched<UnixListener>,
     pending: Pending<UnixStream>,
+    bells: SharedBells,
+}
+
+/// The bells of a communicator, once a ring needs them.
+#[derive(Debug)]
+enum SharedBells {
+    Made(Arc<Bells>),
+    Unmade,
+    /// Each ring has a socket of its own.
+    Unwanted,
+}
+
+impl SharedBells {
+    /// Has a side of a ring share them with `peer`, which is at the other end of the socket. None: the ring needs that one.
+    fn share(
+        &mut self,
+        identity: &Identity,
+        poller: &Poller,
+        peer: Rank,
+        side: Side,
+        ring: &ShmRing,
+        socket: &UnixStream,
+    ) -> Option<SharedLine> {
+        let mut share = || {
+            if matches!(self, SharedBells::Unwanted) {
+                return Ok(None);
+            }
+            let process = Process::behind(socket.as_fd())?;
+            let bells = match self {
+                SharedBells::Made(bells) => bells.clone(),
+                _ => Bells::new(identity, poller)?,
+            };
+            *self = SharedBells::Made(bells.clone());
+            bells.join(peer, side, ring.kept_words(), process).map(Some)
+        };
+        let refused = |error: io::Error| {
+            log::debug!("rank {}: the ring with rank {peer} has a socket of its own: {error}", identity.me);
+        };
+        share().map_err(refused).ok().flatten()
+    }
+
+    fn made(&self) -> Option<&Bells> {
+        match self {
+            SharedBells::Made(bells) => Some(bells),
+            SharedBells::Unmade | SharedBells::Unwanted => None,
+        }
+    }
 }
 
 impl ShmTransport {
@@ -64,7 +119,8 @@ impl ShmTransport {
             cma::allow_readers();
         }
         let pending = Pending::new(identity.clone(), poller.clone());
-        Ok(ShmTransport { identity, poller, settings, token, listener, pending })
+        let bells = if settings.share_bells { SharedBells::Unmade } else { SharedBells::Unwanted };
+        Ok(ShmTransport { identity, poller, settings, token, listener, pending, bells })
     }
 }
 
@@ -102,8 +158,10 @@ impl Transport for ShmTransport {
         };
         let (ring, fd) = ShmRing::create(self.settings.bytes, node).map_err(lacking)?;
         let stream = self.poller.watch_named(stream, Interest::Read, StreamName::To(peer));
-        let doorbell = Doorbell::new(stream.map_err(|error| shortage::while_opening(error, size, 1))?);
-        let handover = RingHandover::new(self.identity.clone(), peer, fd, detour);
+        let stream = stream.map_err(|error| shortage::while_opening(error, size, 1))?;
+        let line = self.bells.share(&self.identity, &self.poller, peer, Side::Writer, &ring, &stream);
+        let doorbell = Doorbell::new(stream);
+        let handover = RingHandover::new(self.identity.clone(), peer, fd, detour, line);
         Ok(Box::new(ShmSendStream::new(ring, doorbell, handover, self.settings.peer_can_read)))
     }
 
@@ -121,8 +179,10 @@ impl Transport for ShmTransport {
             });
             Ok(caller?.flatten())
         });
-        let size = self.identity.size;
-        let accepted = self.pending.drive(|candidate| handover::accept(candidate, size));
+        let (identity, poller, bells) = (&self.identity, &self.poller, &mut self.bells);
+        let mut share =
+            |peer, socket: &UnixStream, ring: &ShmRing| bells.share(identity, poller, peer, Side::Reader, ring, socket);
+        let accepted = self.pending.drive(|candidate| handover::accept(candidate, identity.size, &mut share));
         self.pending.watch(&mut self.listener);
         let line_ownership = self.settings.line_ownership;
         accepted.into_iter().map(|proved| recv_stream(proved, Chooser::new(line_ownership))).collect()
@@ -133,7 +193,20 @@ impl Transport for ShmTransport {
     }
 
     fn accepting_until(&self) -> Option<Instant> {
-        self.pending.due()
+        let waiting = self.bells.made().and_then(Bells::retry_at);
+        self.pending.due().into_iter().chain(waiting).min()
+    }
+
+    fn holds_bytes(&self) -> bool {
+        self.bells.made().is_some_and(Bells::has_waiting)
+    }
+
+    fn look(&mut self, named: &mut Vec<StreamName>) -> bool {
+        if let Some(bells) = self.bells.made() {
+            bells.look(named);
+            bells.retry();
+        }
+        false
     }
 }
 
@@ -147,10 +220,11 @@ fn socket_name(token: &[u8]) -> Vec<u8> {
 }
 
 /// The receiving end of a connection whose ring is mapped here.
-fn recv_stream(proved: Proved<UnixStream, ShmRing>, chooser: Chooser) -> Accepted {
-    let Proved { rank, stream, session, received: ring } = proved;
+fn recv_stream(proved: Proved<UnixStream, (ShmRing, Option<SharedLine>)>, chooser: Chooser) -> Accepted {
+    let Proved { rank, stream, session, received: (ring, line) } = proved;
     let writer = PeerMemory::behind(stream.as_fd()).ok();
-    (rank, Box::new(ShmRecvStream::new(ring, Doorbell::new(stream), writer, chooser, session)))
+    let doorbell = line.map_or_else(|| Doorbell::new(stream), Doorbell::shared);
+    (rank, Box::new(ShmRecvStream::new(ring, doorbell, writer, chooser, session)))
 }
 
 #[cfg(test)]

@@ -103,9 +103,13 @@ impl ShmSendStream {
 
     fn hand_over(&mut self) -> Result<(), LinkDown> {
         if let Some(handover) = &mut self.handover
-            && handover.drive(&mut self.doorbell.stream)?
+            && let Some(socket) = self.doorbell.socket()
+            && handover.drive(socket)?
         {
             self.session = handover.session();
+            if let Some(line) = handover.take_line() {
+                self.doorbell = Doorbell::shared(line);
+            }
             self.handover = None;
         }
         Ok(())
@@ -157,11 +161,13 @@ impl SendStream for ShmSendStream {
             // The socket wakes the poller for the next message of the handover.
             return false;
         }
+        self.doorbell.arm();
         self.ring.words().arm_writer(|| self.doorbell.drain());
         self.doorbell.ended || self.has_room(HEAD_MAX + piece(&self.ring)).unwrap_or(true)
     }
 
     fn disarm(&mut self) {
+        self.doorbell.disarm();
         self.ring.words().disarm_writer();
     }
 
@@ -187,7 +193,7 @@ impl SendStream for ShmSendStream {
 
     fn flushed(&mut self) -> Result<bool, LinkDown> {
         // No byte is taken before the peer has the ring, whose memory then survives this process.
-        Ok(true)
+        Ok(self.doorbell.flushed())
     }
 }
 
@@ -399,11 +405,13 @@ impl RecvStream for ShmRecvStream {
     }
 
     fn arm(&mut self) -> bool {
+        self.doorbell.arm();
         self.ring.words().arm_reader(|| self.doorbell.drain());
         self.doorbell.ended || self.available().is_ok_and(|available| available > 0)
     }
 
     fn disarm(&mut self) {
+        self.doorbell.disarm();
         self.ring.words().disarm_reader();
     }
 }
