@@ -6,7 +6,7 @@
 //! ([`auth`](super::auth)).
 
 use std::fmt;
-use std::io::{self, BufRead, ErrorKind, IoSlice, Read, Write};
+use std::io::{self, BufRead, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -267,6 +267,14 @@ impl Read for Stream {
                 return Err(io::Error::new(ErrorKind::InvalidData, words(&error)));
             }
         }
+    }
+
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        if self.tls.is_none() {
+            return self.socket.read_vectored(into);
+        }
+        let first = into.iter_mut().find(|part| !part.is_empty());
+        first.map_or(Ok(0), |part| self.read(part))
     }
 }
 

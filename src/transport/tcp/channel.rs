@@ -1,6 +1,6 @@
 //! The receiving end: a buffer for headers and short messages. Long messages go directly to the receive buffer.
 
-use std::io::Read;
+use std::io::{self, Read};
 
 use crate::error::LinkDown;
 use crate::sys::poller::Watched;
@@ -26,15 +26,20 @@ pub(super) trait Source: Send {
     }
 }
 
+/// What a read has brought: none if nothing has come, and an error at the end.
+pub(super) fn ended(read: io::Result<usize>) -> Result<usize, LinkDown> {
+    match read {
+        Ok(0) => Err(LinkDown::new("it closed the connection")),
+        Ok(count) => Ok(count),
+        Err(error) if is_passing(&error) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// One connection.
 impl Source for Watched<Caller> {
     fn read(&mut self, into: &mut [u8]) -> Result<usize, LinkDown> {
-        match self.stream.read(into) {
-            Ok(0) => Err(LinkDown::new("it closed the connection")),
-            Ok(count) => Ok(count),
-            Err(error) if is_passing(&error) => Ok(0),
-            Err(error) => Err(error.into()),
-        }
+        ended(self.stream.read(into))
     }
 
     fn has_more(&mut self) -> bool {

@@ -14,7 +14,7 @@ use crate::transport::tcp::lanes::piece::{Kind, PieceHeader};
 use crate::transport::tcp::lanes::reader::Part;
 use crate::transport::tcp::lanes::window::RecvWindow;
 use crate::transport::tcp::member::{Arrival, Member, Members};
-use crate::transport::tcp::trunk_end::{TrunkEnd, Wire};
+use crate::transport::tcp::trunk_end::{MUCH, TrunkEnd, Wire};
 use crate::types::Rank;
 
 /// A connection that another process has opened.
@@ -90,7 +90,7 @@ impl Inbound {
 
     /// Goes on with whatever is under way.
     pub(super) fn drive(&self) {
-        lock(&self.state).progress(&self.terms);
+        lock(&self.state).progress(&self.terms, MUCH);
     }
 
     /// Whether the connection is down, and all of its lanes are with those who read them.
@@ -108,11 +108,19 @@ impl Inbound {
     /// Moves bytes of a lane into `into`, none if none have come. An error: none follow.
     fn read(&self, number: u32, into: &mut [u8]) -> Result<usize, LinkDown> {
         let state = &mut *lock(&self.state);
+        let mut count = 0;
         if state.reading(number).is_some_and(|lane| lane.window.is_empty()) {
-            state.progress(&self.terms);
+            count = state.read_right_into(&self.terms, number, into);
+            if count == 0 {
+                // What follows may go to its place by itself.
+                state.progress(&self.terms, FEW);
+            }
+        }
+        if let Some(lane) = state.reading(number).filter(|lane| !lane.window.is_empty()) {
+            count += lane.window.take(&mut into[count..]);
+            count += state.read_right_into(&self.terms, number, &mut into[count..]);
         }
         let Some(lane) = state.reading(number) else { return Err(LinkDown::new("the stream has ended")) };
-        let count = lane.window.take(into);
         let (has_ended, credit) = (lane.has_ended, lane.window.credit());
         if let Some(credit) = credit.filter(|_| !has_ended) {
             state.push((PieceHeader { lane: number, kind: Kind::Credit, len: 4 }, credit.to_le_bytes().to_vec()));
@@ -128,7 +136,7 @@ impl Inbound {
     /// Has the lane's communicator told once something comes. True: something is there now.
     fn arm(&self, number: u32) -> bool {
         let state = &mut *lock(&self.state);
-        state.progress(&self.terms);
+        state.progress(&self.terms, MUCH);
         let is_due = state.trunk_end.down().is_some() || state.trunk_end.has_more();
         let Some(lane) = state.reading(number) else { return true };
         let is_ready = is_due || lane.has_ended || !lane.window.is_empty();
@@ -161,16 +169,41 @@ impl State {
         }
     }
 
-    /// Writes what waits, reads what has come, and tells those whom it concerns.
-    fn progress(&mut self, terms: &Terms) {
+    /// Writes what waits, reads what has come, so many bytes at most, and tells those whom it concerns.
+    fn progress(&mut self, terms: &Terms, most: usize) {
+        self.trunk_end.flush();
+        self.receive(terms, |trunk_end, take| trunk_end.receive(most, take));
+    }
+
+    /// Reads bytes of a lane, of which none wait, to where they belong, as long as nothing else comes.
+    fn read_right_into(&mut self, terms: &Terms, number: u32, into: &mut [u8]) -> usize {
+        let is_empty = |lane: &mut Reading| lane.window.is_empty();
+        if into.is_empty() || !self.reading(number).is_some_and(is_empty) {
+            return 0;
+        }
+        let count = self.receive(terms, |trunk_end, take| trunk_end.receive_for(number, into, take));
+        let passed = self.reading(number).map_or(Ok(()), |lane| lane.window.pass(count));
+        if let Err(down) = passed {
+            self.trunk_end.fail(down);
+            self.tell();
+        }
+        count
+    }
+
+    /// Has the connection read, and tells what it has read to those whom it concerns.
+    fn receive<T>(
+        &mut self,
+        terms: &Terms,
+        receive: impl FnOnce(&mut TrunkEnd, &mut dyn FnMut(u32, Part<'_>) -> Result<(), LinkDown>) -> T,
+    ) -> T {
         let State { trunk_end, lanes, .. } = self;
-        trunk_end.flush();
         let mut answers = Vec::new();
-        trunk_end.receive(|number, part| take(terms, lanes, &mut answers, number, part));
+        let received = receive(trunk_end, &mut |number, part| take(terms, lanes, &mut answers, number, part));
         let is_taken = |answer: &&Answer| answer.0.kind == Kind::Accepted;
         self.unread += answers.iter().filter(is_taken).count();
         answers.into_iter().for_each(|answer| self.push(answer));
         self.tell();
+        received
     }
 
     /// Sends an answer.
@@ -296,6 +329,9 @@ impl Drop for LaneSource {
         }
     }
 }
+
+/// How many bytes a lane's reader has read that is not in the middle of a piece: those of a short message.
+const FEW: usize = 8 << 10;
 
 /// How many lanes one connection may have, those that nobody reads among them.
 const LANES_MAX: usize = 1 << 16;

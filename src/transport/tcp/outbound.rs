@@ -15,7 +15,7 @@ use crate::transport::tcp::lanes::piece::{Kind, PIECE_BYTES_MAX, PieceHeader, en
 use crate::transport::tcp::lanes::reader::Part;
 use crate::transport::tcp::lanes::window::{SendWindow, WINDOW_BYTES};
 use crate::transport::tcp::member::Member;
-use crate::transport::tcp::trunk_end::{TrunkEnd, Wire};
+use crate::transport::tcp::trunk_end::{MUCH, TrunkEnd, Wire};
 use crate::transport::{LaneStats, SendStream};
 use crate::types::Rank;
 
@@ -311,7 +311,7 @@ impl State {
     fn progress(&mut self) {
         if let State { stage: Stage::Open { trunk_end, .. }, lanes, next, .. } = self {
             trunk_end.flush();
-            trunk_end.receive(|number, part| take(lanes, *next, number, part));
+            trunk_end.receive(MUCH, |number, part| take(lanes, *next, number, part));
         }
         self.tell();
     }

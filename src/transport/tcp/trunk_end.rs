@@ -1,6 +1,6 @@
 //! One end of an open connection that communicators share: what waits to be written to it, and what comes of it.
 
-use std::io::{IoSlice, Write};
+use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::error::LinkDown;
 use crate::sync;
 use crate::sys::poller::{Interest, Watched};
 use crate::sys::tcp_info::{self, TcpStats};
-use crate::transport::tcp::channel::Source;
+use crate::transport::tcp::channel::{Source, ended};
 use crate::transport::tcp::connect::{Connection, Held, Holding, passing};
 use crate::transport::tcp::greeting::Caller;
 use crate::transport::tcp::lanes::piece::{HEADER_BYTES, PieceHeader};
@@ -30,6 +30,14 @@ impl Wire {
         match self {
             Wire::Opened(connection) => connection.get(into),
             Wire::Accepted(caller) => caller.read(into),
+        }
+    }
+
+    /// The same, into one after the other.
+    fn read_vectored(&mut self, into: &mut [IoSliceMut<'_>]) -> Result<usize, LinkDown> {
+        match self {
+            Wire::Opened(connection) => connection.get(&mut into[0]),
+            Wire::Accepted(caller) => ended(caller.stream.read_vectored(into)),
         }
     }
 
@@ -266,12 +274,50 @@ impl TrunkEnd {
         wire.watch(holds);
     }
 
-    /// Reads what has come, and tells what it is. The error of `take` ends the connection.
-    pub(super) fn receive(&mut self, mut take: impl FnMut(u32, Part<'_>) -> Result<(), LinkDown>) {
+    /// Reads bytes of a lane right into `into`, as long as nothing but its pieces comes, the first of which has begun. Returns how
+    /// many; otherwise as [`TrunkEnd::receive`].
+    pub(super) fn receive_for(
+        &mut self,
+        lane: u32,
+        into: &mut [u8],
+        mut take: impl FnMut(u32, Part<'_>) -> Result<(), LinkDown>,
+    ) -> usize {
+        let mut all = 0;
+        while all < into.len()
+            && let (Some(rest), Some(wire)) = (self.reader.rest_of(lane), &mut self.wire)
+        {
+            let room = into.len() - all;
+            let part = &mut into[all..all + rest.min(room)];
+            let (len, mut next) = (part.len(), [0; HEADER_BYTES]);
+            let behind = if len == rest { HEADER_BYTES } else { 0 };
+            let mut parts = [IoSliceMut::new(part), IoSliceMut::new(&mut next[..behind])];
+            let fed = wire.read_vectored(&mut parts).and_then(|count| {
+                let direct = count.min(len);
+                self.reader.passed(direct);
+                all += direct;
+                self.reader.feed(&next[..count - direct], &mut take)?;
+                Ok(count < len)
+            });
+            match fed {
+                Ok(false) => {}
+                Ok(true) => break,
+                Err(down) => {
+                    self.fail(down);
+                    break;
+                }
+            }
+        }
+        all
+    }
+
+    /// Reads what has come, so many bytes at most, and tells what it is. The error of `take` ends the connection.
+    pub(super) fn receive(&mut self, most: usize, mut take: impl FnMut(u32, Part<'_>) -> Result<(), LinkDown>) {
         self.has_more = false;
-        for _ in 0..READS_MAX {
+        let mut left = most;
+        while left > 0 {
             let Some(wire) = &mut self.wire else { return };
-            let count = match wire.read(&mut self.buffer) {
+            let len = BUFFER_BYTES.min(left);
+            let count = match wire.read(&mut self.buffer[..len]) {
                 Ok(0) => return,
                 Ok(count) => count,
                 Err(down) => return self.fail(down),
@@ -280,9 +326,10 @@ impl TrunkEnd {
                 return self.fail(down);
             }
             // What is left of less than a buffer comes later, or the poller tells of it.
-            if count < BUFFER_BYTES && !wire.has_more() {
+            if count < len && !wire.has_more() {
                 return;
             }
+            left -= count;
         }
         self.has_more = self.wire.as_mut().is_some_and(Wire::has_more);
     }
@@ -316,7 +363,7 @@ impl TrunkEnd {
         let closing = sync::spawn("ncclx_rs close", move || {
             while Instant::now() < deadline {
                 self.flush();
-                self.receive(|_, _| Ok(()));
+                self.receive(MUCH, |_, _| Ok(()));
                 if self.is_delivered(None).unwrap_or(true) {
                     return;
                 }
@@ -334,8 +381,8 @@ impl TrunkEnd {
 /// How much is read at a time.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// How often one call reads.
-const READS_MAX: usize = 16;
+/// How much one call reads at most.
+pub(super) const MUCH: usize = 16 * BUFFER_BYTES;
 
 /// How many bytes may wait for a peer that does not read: a piece, and messages about many lanes.
 const WAITING_BYTES_MAX: usize = 4 << 20;

@@ -31,6 +31,21 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
+    /// How many bytes come next that are a lane's.
+    pub(crate) fn rest_of(&self, lane: u32) -> Option<usize> {
+        self.piece.filter(|(header, _)| header.kind == Kind::Data && header.lane == lane).map(|(_, left)| left)
+    }
+
+    /// Notes that so many of these have gone to the lane's reader by themselves.
+    pub(crate) fn passed(&mut self, count: usize) {
+        if let Some((_, left)) = &mut self.piece {
+            *left -= count;
+            if *left == 0 {
+                self.piece = None;
+            }
+        }
+    }
+
     /// Takes bytes, and tells what they are. The error, also one of `take`: they are not what they must be, and nothing of the
     /// connection counts any more.
     pub(crate) fn feed(

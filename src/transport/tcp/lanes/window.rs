@@ -56,13 +56,25 @@ pub(crate) struct RecvWindow {
 impl RecvWindow {
     /// Keeps what has come. The error: the writer may not have sent so much.
     pub(crate) fn arrive(&mut self, bytes: &[u8]) -> Result<(), LinkDown> {
-        let unread = self.bytes.len() + self.taken + bytes.len();
+        self.check(bytes.len())?;
+        self.bytes.extend(bytes);
+        Ok(())
+    }
+
+    /// Notes that so many bytes have come and were taken at once. The error: the writer may not have sent so many.
+    pub(crate) fn pass(&mut self, count: usize) -> Result<(), LinkDown> {
+        self.check(count)?;
+        self.taken += count;
+        Ok(())
+    }
+
+    fn check(&self, count: usize) -> Result<(), LinkDown> {
+        let unread = self.bytes.len() + self.taken + count;
         if unread > WINDOW_BYTES {
             return Err(LinkDown::new(format!(
                 "it sent {unread} bytes of a lane that were not taken: expected at most {WINDOW_BYTES}"
             )));
         }
-        self.bytes.extend(bytes);
         Ok(())
     }
 
