@@ -79,7 +79,7 @@ options! {
     shared_streams: bool, "shared_streams", "false", &[],
         "Whether communicators of the same two processes share one TCP connection each way, where they have it set and the same \
          settings for connections. Where one of two ranks has not, or `tcp_streams` above 1, they have connections of their own. \
-         Short messages take longer.";
+         Long messages take longer.";
     tls: Switch, "tls", "auto", &[],
         "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
          with keys made from the secret that the ranks share.";

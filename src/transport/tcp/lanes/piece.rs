@@ -43,7 +43,7 @@ pub(crate) struct PieceHeader {
 pub(crate) const HEADER_BYTES: usize = 8;
 
 /// The most bytes of a lane in one piece: others wait for their turn no longer than for that.
-pub(crate) const PIECE_BYTES_MAX: usize = 64 << 10;
+pub(crate) const PIECE_BYTES_MAX: usize = 256 << 10;
 
 /// The size of what OPEN says.
 pub(super) const OPEN_BYTES: usize = 16 + 4 + 4 + PROOF_BYTES;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use crate::error::LinkDown;
 
-/// The window of every lane, as large as a ring of shared memory is by default.
-pub(crate) const WINDOW_BYTES: usize = 256 << 10;
+/// The window of every lane: some pieces, so that the writer goes on while the reader tells of the first.
+pub(crate) const WINDOW_BYTES: usize = 1 << 20;
 
 /// After how many bytes taken the writer is told.
 const CREDIT_BYTES: usize = WINDOW_BYTES / 4;
