@@ -5,13 +5,41 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 
+use crate::sync::{AtomicU64, Ordering};
+use crate::sys::random;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::socket::peer_credentials;
+
+/// A random number in a process's memory, and where it is: where it is read, there is still the program that has written it there. A
+/// process's number may be another's meanwhile, or the process may have started another program (execve(2)).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stamp {
+    /// The address of the number.
+    pub address: u64,
+    /// The number.
+    pub value: u64,
+}
+
+impl Stamp {
+    /// That of this process.
+    pub fn own() -> io::Result<Stamp> {
+        static VALUE: AtomicU64 = AtomicU64::new(0);
+        let address = (&raw const VALUE).addr() as u64;
+        // Relaxed: whoever reads it has learned the number from this process, later.
+        if let value @ 1.. = VALUE.load(Ordering::Relaxed) {
+            return Ok(Stamp { address, value });
+        }
+        let drawn = u64::from_ne_bytes(random::bytes()?) | 1;
+        let faster = VALUE.compare_exchange(0, drawn, Ordering::Relaxed, Ordering::Relaxed).err();
+        Ok(Stamp { address, value: faster.unwrap_or(drawn) })
+    }
+}
 
 /// The memory of the process at the other end of a Unix socket.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerMemory {
     pid: libc::pid_t,
+    stamp: Option<Stamp>,
 }
 
 impl PeerMemory {
@@ -22,7 +50,19 @@ impl PeerMemory {
         if pid <= 0 {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the peer's process is not visible from here"));
         }
-        Ok(PeerMemory { pid })
+        Ok(PeerMemory { pid, stamp: None })
+    }
+
+    /// The same, of the program that has this stamp.
+    pub fn stamped(self, stamp: Stamp) -> PeerMemory {
+        PeerMemory { stamp: Some(stamp), ..self }
+    }
+
+    /// Whether what was read before was the stamped program's.
+    pub fn is_still_there(&self) -> bool {
+        let Some(Stamp { address, value }) = self.stamp else { return true };
+        let mut read = [0; 8];
+        self.read(address, &mut read).is_ok_and(|count| count == read.len()) && u64::from_ne_bytes(read) == value
     }
 
     /// Maps a segment of the process.
@@ -86,5 +126,17 @@ mod tests {
         assert_eq!(peer.read(there.as_ptr() as u64, &mut here).expect("readable"), 10);
         assert_eq!(here, there);
         assert!(peer.read(8, &mut here).is_err());
+    }
+
+    #[test]
+    fn another_program_with_the_number_of_a_process_is_told_from_it() {
+        let (socket, _other) = UnixStream::pair().expect("a pair of sockets");
+        let peer = PeerMemory::behind(socket.as_fd()).expect("this process");
+        let own = Stamp::own().expect("a number");
+        assert_eq!(Stamp::own().expect("a number"), own, "there is one in a process");
+        assert!(peer.is_still_there() && peer.stamped(own).is_still_there());
+        for other in [Stamp { value: own.value ^ 2, ..own }, Stamp { address: 8, ..own }] {
+            assert!(!peer.stamped(other).is_still_there());
+        }
     }
 }

@@ -74,6 +74,8 @@ pub struct RingWords {
     writer_cpu: CacheLine<AtomicU32>,
     /// The last whole lap's number in the upper half, what a byte of it cost in the lower one.
     write_cost: CacheLine<AtomicU64>,
+    /// The address and the value of the writer's stamp.
+    stamp: CacheLine<[AtomicU64; 2]>,
 }
 
 /// What the other side tells one, and whether to wake it.
@@ -127,6 +129,12 @@ impl RingWords {
     /// To be called after marks were set. True: the reader sleeps, and the caller must ring.
     pub fn published(&self) -> bool {
         take(&self.reader.0.asleep)
+    }
+
+    /// Tells the reader by what to know the writer's program, before it has the ring: an address and a value.
+    pub fn set_stamp(&self, stamp: [u64; 2]) {
+        // Relaxed, as in `stamp`: the ring is handed over by the system.
+        self.stamp.0.iter().zip(stamp).for_each(|(word, value)| word.store(value, Ordering::Relaxed));
     }
 
     /// Asks the reader to ring when there is room. `drain` empties the doorbell first. The writer must check once more for room
@@ -183,6 +191,11 @@ impl RingWords {
     /// Undoes [`RingWords::arm_reader`].
     pub fn disarm_reader(&self) {
         self.reader.0.asleep.store(0, Ordering::SeqCst);
+    }
+
+    /// What the writer has told by [`RingWords::set_stamp`].
+    pub fn stamp(&self) -> [u64; 2] {
+        self.stamp.0.each_ref().map(|word| word.load(Ordering::Relaxed))
     }
 
     /// The CPU that the writer waited on last, if it has published one.

@@ -7,7 +7,6 @@
 //! What a socket beside each ring would tell by its end is told in two ways: a communicator that leaves says so in the ring's
 //! memory, and the end of a process is seen at a descriptor of that process, one for all communicators.
 
-use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -43,7 +42,7 @@ struct State {
     /// The processes at the other ends of these, each of which this communicator's poller watches.
     processes: Vec<Watched<Arc<Process>>>,
     /// At whom to ring once this process has what it takes, and when to try.
-    waiting: VecDeque<SocketAddr>,
+    waiting: Vec<SocketAddr>,
     retry_at: Option<Instant>,
 }
 
@@ -177,15 +176,9 @@ impl Bells {
         if state.retry_at.is_none_or(|at| Instant::now() < at) {
             return;
         }
-        while let Some(peer) = state.waiting.front() {
-            if self.send(peer) == Rung::Later {
-                state.retry_at = Some(Instant::now() + RETRY_AFTER);
-                return;
-            }
-            state.waiting.pop_front();
-        }
-        state.retry_at = None;
-        self.has_waiting.store(false, Ordering::Relaxed);
+        state.waiting.retain(|peer| self.send(peer) == Rung::Later);
+        state.retry_at = (!state.waiting.is_empty()).then(|| Instant::now() + RETRY_AFTER);
+        self.has_waiting.store(!state.waiting.is_empty(), Ordering::Relaxed);
     }
 
     /// Whether somebody waits to be rung at.
@@ -203,7 +196,7 @@ impl Bells {
         if rung == Rung::Later {
             let name = peer.as_abstract_name();
             if state.waiting.iter().all(|waiting| waiting.as_abstract_name() != name) {
-                state.waiting.push_back(peer.clone());
+                state.waiting.push(peer.clone());
             }
             state.retry_at.get_or_insert_with(|| Instant::now() + RETRY_AFTER);
             self.has_waiting.store(true, Ordering::Relaxed);
@@ -240,6 +233,15 @@ impl Bells {
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
         Ok(socket)
+    }
+}
+
+impl Drop for Bells {
+    fn drop(&mut self) {
+        if self.origin.is_here() {
+            let state = std::mem::take(&mut *lock(&self.state));
+            state.waiting.iter().for_each(|peer| _ = self.send(peer));
+        }
     }
 }
 
@@ -397,7 +399,13 @@ mod tests {
         }
         assert!(line.flushed() && ringing.retry_at().is_none());
         assert!(rung.socket.recv(&mut [0; 1]).is_ok());
-        drop(rung);
-        assert!(!line.ring(), "nobody is there");
+        ringing.lacks_descriptors.store(true, Ordering::Relaxed);
+        while !ringing.has_waiting() {
+            assert!(line.ring(), "somebody is there");
+        }
+        rung.take_bells();
+        drop(line);
+        drop(ringing);
+        assert!(rung.socket.recv(&mut [0; 1]).is_ok(), "the last one is rung at the end");
     }
 }

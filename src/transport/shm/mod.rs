@@ -18,7 +18,7 @@ use std::time::Instant;
 use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sync::Arc;
-use crate::sys::cma::{self, PeerMemory};
+use crate::sys::cma::{self, PeerMemory, Stamp};
 use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::process::Process;
@@ -157,6 +157,8 @@ impl Transport for ShmTransport {
             }
         };
         let (ring, fd) = ShmRing::create(self.settings.bytes, node).map_err(lacking)?;
+        let Stamp { address, value } = Stamp::own().map_err(LinkDown::from)?;
+        ring.words().set_stamp([address, value]);
         let stream = self.poller.watch_named(stream, Interest::Read, StreamName::To(peer));
         let stream = stream.map_err(|error| shortage::while_opening(error, size, 1))?;
         let line = self.bells.share(&self.identity, &self.poller, peer, Side::Writer, &ring, &stream);
@@ -222,7 +224,8 @@ fn socket_name(token: &[u8]) -> Vec<u8> {
 /// The receiving end of a connection whose ring is mapped here.
 fn recv_stream(proved: Proved<UnixStream, (ShmRing, Option<SharedLine>)>, chooser: Chooser) -> Accepted {
     let Proved { rank, stream, session, received: (ring, line) } = proved;
-    let writer = PeerMemory::behind(stream.as_fd()).ok();
+    let [address, value] = ring.words().stamp();
+    let writer = PeerMemory::behind(stream.as_fd()).ok().map(|writer| writer.stamped(Stamp { address, value }));
     let doorbell = line.map_or_else(|| Doorbell::new(stream), Doorbell::shared);
     (rank, Box::new(ShmRecvStream::new(ring, doorbell, writer, chooser, session)))
 }

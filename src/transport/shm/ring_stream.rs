@@ -366,7 +366,13 @@ impl RecvStream for ShmRecvStream {
     fn read_memory(&mut self, from: MemoryAddress, into: &mut [u8], team: Team) -> io::Result<usize> {
         let writer = self.writer.ok_or(io::ErrorKind::Unsupported)?;
         let count = match from.segment {
-            None => read_in_parts(from.address, into, team, |address, into| writer.read(address, into))?,
+            None => {
+                let count = read_in_parts(from.address, into, team, |address, into| writer.read(address, into))?;
+                if !writer.is_still_there() {
+                    return Err(io::ErrorKind::ConnectionReset.into());
+                }
+                count
+            }
             Some(id) => {
                 if !self.segments.contains_key(&id) {
                     if self.segments.len() >= SEGMENTS_MAX {
@@ -380,8 +386,8 @@ impl RecvStream for ShmRecvStream {
                 })?
             }
         };
-        // Checked afterwards: another process may have got the number of a writer that is gone. The bell may have rung for a
-        // slot, which has nothing to do with this.
+        // Checked afterwards, as the stamp above: the writer may have left meanwhile. The bell may have rung for a slot, which has
+        // nothing to do with this.
         self.doorbell.look_for_end();
         if self.doorbell.ended { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(count) }
     }
@@ -494,8 +500,13 @@ const SEGMENTS_MAX: usize = 64;
 #[cfg(test)]
 mod tests {
     use std::ops::Range;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::config::Switch;
+    use crate::sys::cma::Stamp;
+    use crate::sys::poller::{Interest, Poller};
 
     /// Reads a message of bytes, of which none can be read in the `hole`, at an odd address.
     fn read(team: Team, len: usize, hole: Range<usize>) -> (io::Result<usize>, Vec<u8>) {
@@ -509,6 +520,25 @@ mod tests {
             if count > 0 { Ok(count) } else { Err(io::Error::other(begin.to_string())) }
         });
         (count, into)
+    }
+
+    #[test]
+    fn what_another_program_than_the_writers_has_in_its_memory_is_not_believed() {
+        let poller = Poller::new().unwrap();
+        let (socket, _far) = UnixStream::pair().unwrap();
+        let this = PeerMemory::behind(socket.as_fd()).unwrap();
+        let own = Stamp::own().unwrap();
+        let (message, mut into) = (*b"a message", [0; 9]);
+        for (value, outcome) in [(own.value, Ok(9)), (own.value ^ 2, Err(io::ErrorKind::ConnectionReset))] {
+            let (ring, _) = ShmRing::create(rustix::param::page_size(), None).unwrap();
+            let doorbell = Doorbell::new(poller.watch(socket.try_clone().unwrap(), Interest::Read).unwrap());
+            let writer = Some(this.stamped(Stamp { value, ..own }));
+            let mut stream = ShmRecvStream::new(ring, doorbell, writer, Chooser::new(Switch::On), None);
+            let from = MemoryAddress { address: message.as_ptr() as u64, segment: None };
+            let read = stream.read_memory(from, &mut into, Team::ALONE);
+            assert_eq!(read.map_err(|error| error.kind()), outcome);
+        }
+        assert_eq!(into, message);
     }
 
     #[test]

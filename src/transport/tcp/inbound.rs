@@ -12,7 +12,7 @@ use crate::transport::tcp::connect::Held;
 use crate::transport::tcp::greeting::Caller;
 use crate::transport::tcp::lanes::piece::{Kind, PieceHeader};
 use crate::transport::tcp::lanes::reader::Part;
-use crate::transport::tcp::lanes::window::RecvWindow;
+use crate::transport::tcp::lanes::window::{CREDIT_BYTES, RecvWindow};
 use crate::transport::tcp::member::{Arrival, Member, Members};
 use crate::transport::tcp::trunk_end::{MUCH, TrunkEnd, Wire};
 use crate::types::Rank;
@@ -108,13 +108,13 @@ impl Inbound {
     /// Moves bytes of a lane into `into`, none if none have come. An error: none follow.
     fn read(&self, number: u32, into: &mut [u8]) -> Result<usize, LinkDown> {
         let state = &mut *lock(&self.state);
-        let mut count = 0;
-        if state.reading(number).is_some_and(|lane| lane.window.is_empty()) {
-            count = state.read_right_into(&self.terms, number, into);
-            if count == 0 {
-                // What follows may go to its place by itself.
-                state.progress(&self.terms, FEW);
-            }
+        let mut count = state.read_right_into(&self.terms, number, into);
+        if count == 0
+            && !state.can_read_right(number)
+            && state.reading(number).is_some_and(|lane| lane.window.is_empty())
+        {
+            // What follows may go to its place by itself.
+            state.progress(&self.terms, FEW);
         }
         if let Some(lane) = state.reading(number).filter(|lane| !lane.window.is_empty()) {
             count += lane.window.take(&mut into[count..]);
@@ -137,7 +137,7 @@ impl Inbound {
     fn arm(&self, number: u32) -> bool {
         let state = &mut *lock(&self.state);
         state.progress(&self.terms, MUCH);
-        let is_due = state.trunk_end.down().is_some() || state.trunk_end.has_more();
+        let is_due = state.trunk_end.down().is_some();
         let Some(lane) = state.reading(number) else { return true };
         let is_ready = is_due || lane.has_ended || !lane.window.is_empty();
         lane.is_armed = !is_ready;
@@ -175,13 +175,25 @@ impl State {
         self.receive(terms, |trunk_end, take| trunk_end.receive(most, take));
     }
 
-    /// Reads bytes of a lane, of which none wait, to where they belong, as long as nothing else comes.
+    /// Whether what comes next is a lane's, of which nothing waits.
+    fn can_read_right(&mut self, number: u32) -> bool {
+        let is_next = |lane: &mut Reading| lane.window.is_empty() && !lane.has_ended;
+        self.trunk_end.is_within_piece_of(number) && self.reading(number).is_some_and(is_next)
+    }
+
+    /// Reads bytes of a lane to where they belong, as long as nothing else comes.
     fn read_right_into(&mut self, terms: &Terms, number: u32, into: &mut [u8]) -> usize {
-        let is_empty = |lane: &mut Reading| lane.window.is_empty();
-        if into.is_empty() || !self.reading(number).is_some_and(is_empty) {
+        if !self.can_read_right(number) {
             return 0;
         }
-        let count = self.receive(terms, |trunk_end, take| trunk_end.receive_for(number, into, take));
+        self.trunk_end.flush();
+        // Not more, so that the writer is told of the first bytes while it sends others.
+        let len = into.len().min(CREDIT_BYTES);
+        let count = self.receive(terms, |trunk_end, take| {
+            let count = trunk_end.receive_for(number, &mut into[..len], &mut *take);
+            trunk_end.receive(0, take);
+            count
+        });
         let passed = self.reading(number).map_or(Ok(()), |lane| lane.window.pass(count));
         if let Err(down) = passed {
             self.trunk_end.fail(down);

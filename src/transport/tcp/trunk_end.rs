@@ -124,8 +124,6 @@ pub(super) struct TrunkEnd {
     sent: Option<u64>,
     /// How many it had delivered before.
     delivered_before: u64,
-    /// TLS may have bytes that no poller sees.
-    has_more: bool,
     holding: Holding,
 }
 
@@ -144,7 +142,6 @@ impl TrunkEnd {
             buffer: vec![0; BUFFER_BYTES],
             waiting: Vec::new(),
             written: 0,
-            has_more: false,
             holding: Holding::counted_in(held),
         }
     }
@@ -159,9 +156,9 @@ impl TrunkEnd {
         !self.holding.holds()
     }
 
-    /// Whether there may be bytes of which no poller tells.
-    pub(super) fn has_more(&self) -> bool {
-        self.has_more
+    /// Whether what comes next belongs to a lane's piece that has begun.
+    pub(super) fn is_within_piece_of(&self, lane: u32) -> bool {
+        self.reader.rest_of(lane).is_some()
     }
 
     /// Ends the connection.
@@ -310,28 +307,28 @@ impl TrunkEnd {
         all
     }
 
-    /// Reads what has come, so many bytes at most, and tells what it is. The error of `take` ends the connection.
+    /// Reads what has come, so many bytes at most, and tells what it is. The error of `take` ends the connection. What TLS has
+    /// beyond that is read as well, since no poller would tell of it.
     pub(super) fn receive(&mut self, most: usize, mut take: impl FnMut(u32, Part<'_>) -> Result<(), LinkDown>) {
-        self.has_more = false;
         let mut left = most;
-        while left > 0 {
-            let Some(wire) = &mut self.wire else { return };
-            let len = BUFFER_BYTES.min(left);
+        while let Some(wire) = &mut self.wire
+            && (left > 0 || wire.has_more())
+        {
+            let len = if left > 0 { BUFFER_BYTES.min(left) } else { BUFFER_BYTES };
             let count = match wire.read(&mut self.buffer[..len]) {
                 Ok(0) => return,
                 Ok(count) => count,
                 Err(down) => return self.fail(down),
             };
+            left = left.saturating_sub(count);
+            // What is left of less than a buffer comes later, and the poller tells of it.
+            if count < len {
+                left = 0;
+            }
             if let Err(down) = self.reader.feed(&self.buffer[..count], &mut take) {
                 return self.fail(down);
             }
-            // What is left of less than a buffer comes later, or the poller tells of it.
-            if count < len && !wire.has_more() {
-                return;
-            }
-            left -= count;
         }
-        self.has_more = self.wire.as_mut().is_some_and(Wire::has_more);
     }
 
     /// Whether the peer's kernel has the first bytes, up to this [number](TrunkEnd::sent), or everything.

@@ -8,7 +8,10 @@ use crate::error::LinkDown;
 pub(crate) const WINDOW_BYTES: usize = 1 << 20;
 
 /// After how many bytes taken the writer is told.
-const CREDIT_BYTES: usize = WINDOW_BYTES / 4;
+pub(crate) const CREDIT_BYTES: usize = WINDOW_BYTES / 4;
+
+/// How much memory a lane keeps that was busy once.
+const KEPT_BYTES: usize = 64 << 10;
 
 /// The writer's side.
 #[derive(Debug)]
@@ -91,8 +94,7 @@ impl RecvWindow {
         into[..of_first].copy_from_slice(&first[..of_first]);
         into[of_first..count].copy_from_slice(&second[..count - of_first]);
         self.bytes.drain(..count);
-        if self.bytes.is_empty() && self.bytes.capacity() > CREDIT_BYTES {
-            // A lane that was busy once keeps little.
+        if self.bytes.is_empty() && self.bytes.capacity() > KEPT_BYTES {
             self.bytes = VecDeque::new();
         }
         self.taken += count;

@@ -7,7 +7,7 @@ use crate::sys::fork::testing::holds_in_a_child;
 use crate::transport::Accepted;
 use crate::transport::auth::{Membership, PROOF_BYTES};
 use crate::transport::handshake::Accepting;
-use crate::transport::tcp::lanes::piece::{Kind, PIECE_BYTES_MAX, PieceHeader, encode_open};
+use crate::transport::tcp::lanes::piece::{Kind, PieceHeader, encode_open};
 use crate::transport::tcp::lanes::window::WINDOW_BYTES;
 use crate::transport::tcp::trunks::{Sharer, Trunks};
 
@@ -174,16 +174,17 @@ fn a_lane_that_ends_in_the_middle_leaves_the_others_and_what_it_has_written() {
 
 #[test]
 fn the_rest_of_a_piece_is_sent_also_if_its_lane_has_ended() {
-    let mut lanes = lanes("off", 6);
-    // More than the kernel takes.
-    let sent: Vec<usize> = (0..5).map(|lane| lanes.fill(lane)).collect();
-    let is_held = lanes.near[0].holds_bytes();
-    (0..5).for_each(|_| drop(lanes.to.remove(0)));
-    for (lane, sent) in sent.into_iter().enumerate() {
-        assert_eq!(lanes.drain(lane).0, sent, "lane {lane}");
+    let mut lanes = lanes("off", 40);
+    let mut sent = Vec::new();
+    // More than the kernels take.
+    while !lanes.near[0].holds_bytes() {
+        sent.push(lanes.fill(sent.len()));
     }
-    assert!(is_held || PIECE_BYTES_MAX < WINDOW_BYTES);
-    let (to, from) = (&mut lanes.to[0], &mut lanes.from[5]);
+    sent.iter().for_each(|_| drop(lanes.to.remove(0)));
+    for (lane, sent) in sent.iter().enumerate() {
+        assert_eq!(lanes.drain(lane).0, *sent, "lane {lane}");
+    }
+    let (to, from) = (&mut lanes.to[0], &mut lanes.from[sent.len()]);
     until(|| to.write(b"more", &[]).unwrap() == 4);
     until(|| from.peek().unwrap() == b"more");
     let near = &lanes.near[0];
@@ -208,6 +209,28 @@ fn a_reader_that_ends_is_told_to_its_writer_alone() {
     lanes.to.remove(0);
     let payload = pattern(1, 1 << 20);
     assert!(lanes.send(0, &payload) == payload);
+}
+
+#[test]
+fn who_reads_its_own_to_the_end_leaves_nothing_behind_that_no_poller_tells_of() {
+    let mut lanes = lanes("on", 2);
+    until(|| lanes.from.iter_mut().all(|from| !from.arm()));
+    lanes.from[0].disarm();
+    let payload = pattern(0, 12_000);
+    assert_eq!(lanes.to[0].write(&[], &[IoSlice::new(&payload)]), Ok(payload.len()));
+    assert_eq!(lanes.to[1].write(b"also", &[]), Ok(4));
+    // Until all of it has come.
+    std::thread::sleep(Duration::from_millis(50));
+    let (mut into, mut read) = (vec![0; payload.len()], 0);
+    until(|| {
+        read += lanes.from[0].read(&mut into[read..]).unwrap();
+        read == into.len()
+    });
+    assert!(into == payload);
+    let mut named = Vec::new();
+    lanes.far[1].look(&mut named);
+    assert_eq!(named, [StreamName::From(Rank(0))]);
+    assert_eq!(lanes.from[1].peek(), Ok(&b"also"[..]));
 }
 
 #[test]
