@@ -213,24 +213,27 @@ fn a_reader_that_ends_is_told_to_its_writer_alone() {
 
 #[test]
 fn who_reads_its_own_to_the_end_leaves_nothing_behind_that_no_poller_tells_of() {
-    let mut lanes = lanes("on", 2);
-    until(|| lanes.from.iter_mut().all(|from| !from.arm()));
-    lanes.from[0].disarm();
-    let payload = pattern(0, 12_000);
-    assert_eq!(lanes.to[0].write(&[], &[IoSlice::new(&payload)]), Ok(payload.len()));
-    assert_eq!(lanes.to[1].write(b"also", &[]), Ok(4));
-    // Until all of it has come.
-    std::thread::sleep(Duration::from_millis(50));
-    let (mut into, mut read) = (vec![0; payload.len()], 0);
-    until(|| {
-        read += lanes.from[0].read(&mut into[read..]).unwrap();
-        read == into.len()
-    });
-    assert!(into == payload);
-    let mut named = Vec::new();
-    lanes.far[1].look(&mut named);
-    assert_eq!(named, [StreamName::From(Rank(0))]);
-    assert_eq!(lanes.from[1].peek(), Ok(&b"also"[..]));
+    // A record of TLS, and several.
+    for len in [12_000, 40_000] {
+        let mut lanes = lanes("on", 2);
+        until(|| lanes.from.iter_mut().all(|from| !from.arm()));
+        lanes.from[0].disarm();
+        let payload = pattern(0, len);
+        assert_eq!(lanes.to[0].write(&[], &[IoSlice::new(&payload)]), Ok(len));
+        assert_eq!(lanes.to[1].write(b"also", &[]), Ok(4));
+        // Until all of it has come.
+        std::thread::sleep(Duration::from_millis(50));
+        let (mut into, mut read) = (vec![0; len], 0);
+        until(|| {
+            read += lanes.from[0].read(&mut into[read..]).unwrap();
+            read == len
+        });
+        assert!(into == payload);
+        let mut named = Vec::new();
+        lanes.far[1].look(&mut named);
+        assert_eq!(named, [StreamName::From(Rank(0))], "{len}");
+        assert_eq!(lanes.from[1].peek(), Ok(&b"also"[..]));
+    }
 }
 
 #[test]
