@@ -14,7 +14,7 @@ use crate::rdma::memory::{Key, Located};
 use crate::rdma::span::Span;
 use crate::rdma::wire::Wire;
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, fence, lock};
-use crate::sys::cma::PeerMemory;
+use crate::sys::cma::{PeerMemory, Stamp};
 use crate::sys::socket;
 
 /// Why a span was not read.
@@ -87,9 +87,8 @@ impl Direct {
         let located = self.located(span)?;
         // The stamp is not read before the bytes. Its other half is in `Stamp::revoke`.
         fence(Ordering::SeqCst);
-        let mut stamp = [0; 8];
-        let count = self.peer.read(located.stamp_at, &mut stamp).map_err(unread)?;
-        let is_good = count == stamp.len() && u64::from_ne_bytes(stamp) == located.stamp;
+        let stamp = Stamp { address: located.stamp_at, value: located.stamp };
+        let is_good = self.peer.holds(stamp).map_err(unread)?;
         // A peer that has closed its transport is not read any more.
         if is_good && !socket::is_hung_up(self.wire.as_fd()) {
             return Ok(());

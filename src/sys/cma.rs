@@ -12,7 +12,7 @@ use crate::sys::socket::peer_credentials;
 
 /// A random number in a process's memory, and where it is: where it is read, there is still the program that has written it there. A
 /// process's number may be another's meanwhile, or the process may have started another program (execve(2)).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
     /// The address of the number.
     pub address: u64,
@@ -60,9 +60,14 @@ impl PeerMemory {
 
     /// Whether what was read before was the stamped program's.
     pub fn is_still_there(&self) -> bool {
-        let Some(Stamp { address, value }) = self.stamp else { return true };
+        self.stamp.is_none_or(|stamp| self.holds(stamp).unwrap_or(false))
+    }
+
+    /// Whether the number is where the stamp says. The error: nothing can be read there.
+    pub fn holds(&self, stamp: Stamp) -> io::Result<bool> {
         let mut read = [0; 8];
-        self.read(address, &mut read).is_ok_and(|count| count == read.len()) && u64::from_ne_bytes(read) == value
+        let count = self.read(stamp.address, &mut read)?;
+        Ok(count == read.len() && u64::from_ne_bytes(read) == stamp.value)
     }
 
     /// Maps a segment of the process.

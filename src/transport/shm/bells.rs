@@ -274,6 +274,15 @@ impl SharedLine {
         self.is_declined = true;
     }
 
+    /// The line itself, if the other side can be woken by it; if not, the ring keeps its socket.
+    pub(super) fn tried(self) -> Option<SharedLine> {
+        if self.ring() {
+            return Some(self);
+        }
+        self.decline();
+        None
+    }
+
     /// Whether nobody waits to be rung at.
     pub(super) fn flushed(&self) -> bool {
         !self.bells.has_waiting()

@@ -121,12 +121,8 @@ pub(super) fn accept(
     })?;
     drop(fd);
     socket::drop_fd(&candidate.stream)?;
-    let mut line = if said.shares { share(rank, &candidate.stream, &ring) } else { None };
-    if line.as_ref().is_some_and(|line| !line.ring())
-        && let Some(line) = line.take()
-    {
-        line.decline();
-    }
+    let shared = if said.shares { share(rank, &candidate.stream, &ring) } else { None };
+    let line = shared.and_then(SharedLine::tried);
     // There is room: the opener has read every earlier message, or it would not have sent the ring.
     candidate.stream.write_all(&[if line.is_some() { SHARED } else { TAKEN }])?;
     Ok(Some((ring, line)))

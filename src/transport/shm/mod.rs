@@ -84,22 +84,22 @@ impl SharedBells {
         ring: &ShmRing,
         socket: &UnixStream,
     ) -> Option<SharedLine> {
+        if matches!(self, SharedBells::Unwanted) {
+            return None;
+        }
         let mut share = || {
-            if matches!(self, SharedBells::Unwanted) {
-                return Ok(None);
-            }
             let process = Process::behind(socket.as_fd())?;
             let bells = match self {
                 SharedBells::Made(bells) => bells.clone(),
                 _ => Bells::new(identity, poller)?,
             };
             *self = SharedBells::Made(bells.clone());
-            bells.join(peer, side, ring.kept_words(), process).map(Some)
+            bells.join(peer, side, ring.kept_words(), process)
         };
-        let refused = |error: io::Error| {
+        let refused = |error: &io::Error| {
             log::debug!("rank {}: the ring with rank {peer} has a socket of its own: {error}", identity.me);
         };
-        share().map_err(refused).ok().flatten()
+        share().inspect_err(refused).ok()
     }
 
     fn made(&self) -> Option<&Bells> {

@@ -546,7 +546,12 @@ fn what_others_have_not_sent_yet_keeps_no_lane_from_being_flushed() {
     let mut lanes = lanes("off", 7);
     assert_eq!(lanes.to[0].write(b"last", &[]), Ok(4));
     // More than the kernels take, while nobody reads.
-    let last = (1..7).filter(|lane| lanes.fill(*lane) > 0).last().unwrap();
+    let mut last = 0;
+    for lane in 1..7 {
+        if lanes.fill(lane) > 0 {
+            last = lane;
+        }
+    }
     until(|| lanes.to[0].flushed().unwrap());
     assert_eq!(lanes.to[last].flushed(), Ok(false));
 }
