@@ -700,18 +700,14 @@ impl Collectives {
     /// has been told of another one's loss, or has not been for a while.
     fn suspect(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
         let Some(active) = &mut self.active else { return };
-        if ctx.is_explained(rank) {
-            let (rank, cause) = ctx.endpoints.culprit_behind(rank).unwrap_or((rank, cause));
-            return self.fail_active_lost(ctx, rank, cause);
-        }
-        active.suspect.get_or_insert(Suspect::new(rank, cause));
-        self.resolve_suspect(ctx);
+        active.suspect.get_or_insert(Suspect::new(rank, cause).before(active.deadline));
+        self.resolve_suspect(ctx, Instant::now());
     }
 
-    /// Ends the active collective if it waits for a rank that is gone and another one's loss is known.
-    pub(crate) fn resolve_suspect(&mut self, ctx: &mut OpContext) {
-        let suspects = self.active.as_ref().is_some_and(|active| active.suspect.is_some());
-        if suspects && let Some((rank, cause)) = ctx.failures.lost() {
+    /// Ends the active collective if it waits for a rank that is gone and it is known whom to blame.
+    pub(crate) fn resolve_suspect(&mut self, ctx: &mut OpContext, now: Instant) {
+        let suspect = self.active.as_ref().and_then(|active| active.suspect.as_ref());
+        if let Some((rank, cause)) = suspect.and_then(|suspect| ctx.blame(suspect, now)) {
             self.fail_active_lost(ctx, rank, cause);
         }
     }
@@ -749,9 +745,8 @@ impl Collectives {
             let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
             send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![ctx.me] });
         }
-        if let Some(suspect) = active.suspect.take_if(|suspect| suspect.until <= now) {
-            return self.fail_active_lost(ctx, suspect.rank, suspect.cause);
-        }
+        self.resolve_suspect(ctx, now);
+        let Some(active) = &self.active else { return };
         if active.deadline.is_some_and(|deadline| deadline <= now) {
             let waited = active.work.age();
             let error = ctx.endpoints.timeout(0..ctx.size(), waited, self.describe_missing(ctx, sequence, now));

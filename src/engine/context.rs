@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
 use crate::engine::completion::{Finished, OpId};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::{Failures, Suspect};
@@ -31,6 +32,16 @@ pub(crate) struct OpContext {
     pub(crate) dump_due: Option<String>,
     /// Ranks that operations found lost, with the errors of these. The engine tells the other ranks.
     pub(crate) lost_found: Vec<(Rank, Error)>,
+    /// Operations whose peer is gone, of whose memory nothing in the engine knows any more: they fail once it is known whom to
+    /// blame.
+    pub(crate) deserted: Vec<Deserted>,
+}
+
+/// An operation whose peer is gone.
+pub(crate) struct Deserted {
+    suspect: Suspect,
+    call: Call,
+    work: Work,
 }
 
 impl OpContext {
@@ -46,14 +57,56 @@ impl OpContext {
 
     /// Whether no more is to be heard of why `peer` is gone: no detector reports losses, or the peer has told.
     pub(crate) fn is_explained(&self, peer: Rank) -> bool {
-        !self.failures.is_watched || self.endpoints.has_reported(peer)
+        let has_told = self.endpoints.has_reported(peer) || self.failures.reason_to_leave(peer).is_some();
+        !self.failures.is_watched || has_told
     }
 
     /// The rank to blame for one that is gone, and why, once nothing more will be told of it or that has taken too long.
     pub(crate) fn blame(&self, suspect: &Suspect, now: Instant) -> Option<(Rank, String)> {
-        let is_due = self.is_explained(suspect.rank) || suspect.until <= now;
-        let behind = || self.failures.lost().or_else(|| self.endpoints.culprit_behind(suspect.rank));
-        is_due.then(|| behind().unwrap_or_else(|| (suspect.rank, suspect.cause.clone())))
+        let Suspect { rank, cause, until } = suspect;
+        if !self.is_explained(*rank) && !self.failures.has_lost() && *until > now {
+            return None;
+        }
+        let behind = self.failures.lost().or_else(|| self.endpoints.culprit_behind(*rank));
+        Some(behind.unwrap_or_else(|| match self.failures.reason_to_leave(*rank) {
+            Some(reason) => (*rank, format!("{cause}; it has left: {reason}")),
+            None => (*rank, cause.clone()),
+        }))
+    }
+
+    /// Ends an operation that cannot do without `peer`, which is gone, and of whose memory nothing in the engine knows any more:
+    /// now or when it is known whom to blame, by `deadline` at the latest.
+    pub(crate) fn desert(&mut self, peer: Rank, cause: String, call: Call, work: Work, deadline: Option<Instant>) {
+        let now = Instant::now();
+        let since = self.endpoints.lost_at(peer).unwrap_or(now);
+        self.deserted.push(Deserted { suspect: Suspect::since(since, peer, cause).before(deadline), call, work });
+        self.check_deserted(now);
+    }
+
+    /// Ends the operations whose peers are gone and for which it is known whom to blame.
+    pub(crate) fn check_deserted(&mut self, now: Instant) {
+        for deserted in std::mem::take(&mut self.deserted) {
+            let Some((rank, cause)) = self.blame(&deserted.suspect, now) else {
+                self.deserted.push(deserted);
+                continue;
+            };
+            let Deserted { call, work, .. } = deserted;
+            let error = Error::PeerLost { operation: call.to_string(), rank: rank.0, cause };
+            self.lost_found.push((rank, error.clone()));
+            self.finish(work, Err(error), None);
+        }
+    }
+
+    /// When to look at the operations whose peers are gone.
+    pub(crate) fn deserted_until(&self) -> Option<Instant> {
+        self.deserted.iter().map(|deserted| deserted.suspect.until).min()
+    }
+
+    /// Ends the operations whose peers are gone with the error that `error` makes of their names.
+    pub(crate) fn end_deserted(&mut self, error: &dyn Fn(String) -> Error) {
+        for Deserted { call, work, .. } in std::mem::take(&mut self.deserted) {
+            self.finish(work, Err(error(call.to_string())), None);
+        }
     }
 
     /// Has a buffer for a message whose RTS has come.

@@ -125,6 +125,11 @@ impl Endpoints {
         self.peers.lost(peer)
     }
 
+    /// Since when `peer` cannot be reached, if its streams have ended.
+    pub(crate) fn lost_at(&self, peer: Rank) -> Option<Instant> {
+        self.peers.get(peer)?.lost_at
+    }
+
     /// Whether a stream to `peer` has been opened, and the peer is not lost.
     pub(crate) fn is_connected(&self, peer: Rank) -> bool {
         self.peers.get(peer).is_some_and(|peer| peer.outbox.is_open() && peer.lost.is_none())
@@ -655,7 +660,7 @@ impl Endpoints {
             None => down.cause.clone(),
         };
         log::debug!("communicator `{}` rank {}: the streams of rank {peer} have ended: {cause}", self.name, self.me);
-        entry.lost = Some(cause);
+        (entry.lost, entry.lost_at) = (Some(cause), Some(Instant::now()));
         entry.last_stats = entry.outbox.link_stats();
         self.lost.push_back(peer);
     }

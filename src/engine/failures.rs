@@ -4,7 +4,7 @@
 //! every rank sees the same ones. After a loss nothing new begins. What is in flight ends, by itself within
 //! [`DRAIN_TIMEOUT`] or with an error.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
@@ -40,7 +40,17 @@ pub(crate) struct Suspect {
 impl Suspect {
     /// A rank that is noticed to be gone now.
     pub(crate) fn new(rank: Rank, cause: String) -> Suspect {
-        Suspect { rank, cause, until: Instant::now() + NOTICE_TIMEOUT }
+        Suspect::since(Instant::now(), rank, cause)
+    }
+
+    /// A rank that was noticed to be gone at `since`.
+    pub(crate) fn since(since: Instant, rank: Rank, cause: String) -> Suspect {
+        Suspect { rank, cause, until: since + NOTICE_TIMEOUT }
+    }
+
+    /// The same, of an operation that has time until `deadline`.
+    pub(crate) fn before(self, deadline: Option<Instant>) -> Suspect {
+        Suspect { until: deadline.map_or(self.until, |deadline| deadline.min(self.until)), ..self }
     }
 }
 
@@ -61,6 +71,8 @@ pub(crate) struct Failures {
     lost: Option<Lost>,
     /// Of the ranks that left, the one that had gone through the fewest collectives.
     left: Option<(u64, Rank, String)>,
+    /// Why each of the ranks that left did.
+    reasons_to_leave: BTreeMap<Rank, String>,
     on_loss: Option<OnLoss>,
     /// Ranks whose loss has been logged.
     logged: BTreeSet<Rank>,
@@ -128,6 +140,12 @@ impl Failures {
         if self.left.as_ref().is_none_or(|(least, ..)| called < *least) {
             self.left = Some((called, rank, cause.to_owned()));
         }
+        self.reasons_to_leave.insert(rank, cause.to_owned());
+    }
+
+    /// Why `rank` left, if it has said so.
+    pub(crate) fn reason_to_leave(&self, rank: Rank) -> Option<&str> {
+        self.reasons_to_leave.get(&rank).map(String::as_str)
     }
 
     /// Why collective `sequence` can never complete, if a rank left before it.
@@ -196,42 +214,62 @@ const DRAIN_TIMEOUT: Duration = Duration::from_millis(200);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algo::Collective;
-    use crate::engine::call::Call;
-    use crate::engine::flight_recorder::Bytes;
     use crate::engine::frame::{Failed, FrameKind, Header, Reason};
     use crate::engine::message::{Direction, message_header};
     use crate::engine::mock_peer::Harness;
-    use crate::engine::plan::Executed;
-    use crate::engine::region::{Region, Spaces, Words};
-    use crate::engine::request::Request;
+    use crate::engine::region::{Region, Words};
+    use crate::engine::window::{RmaOp, RmaRequest};
     use crate::error::LinkDown;
-    use crate::signature::Signature;
-    use crate::types::{DType, Source, Tag};
+    use crate::types::{Source, Tag};
     use crate::work::Work;
 
     fn lost(rank: u32) -> Departed {
         Departed { rank: Rank(rank), how: Departure::Lost, cause: "it died".to_owned() }
     }
 
-    /// A broadcast that waits for rank 1, which is gone.
+    /// What waits for rank 1, which is gone.
+    #[derive(Clone, Copy, Debug)]
+    enum Waiting {
+        Broadcast,
+        Receive,
+        /// Submitted after rank 1 had gone.
+        LateReceive,
+        LateSend,
+        Signal,
+    }
+
+    const WAITING: [Waiting; 5] =
+        [Waiting::Broadcast, Waiting::Receive, Waiting::LateReceive, Waiting::LateSend, Waiting::Signal];
+
+    impl Waiting {
+        /// Submits it, with so much time, and has rank 1 go.
+        fn desert(self, harness: &mut Harness, words: &mut Words, timeout: Duration) -> Work {
+            harness.engine.context.failures.is_watched = true;
+            let (down, receive) =
+                (LinkDown::new("it closed the connection"), Direction::Receive(Source::Rank(Rank(1))));
+            if matches!(self, Waiting::LateReceive | Waiting::LateSend) {
+                harness.engine.lose(Rank(1), &down);
+            }
+            let work = match self {
+                Waiting::Broadcast => harness.broadcast(Rank(1), words, timeout),
+                Waiting::Receive | Waiting::LateReceive => harness.start(receive, words, timeout),
+                Waiting::LateSend => harness.start(Direction::Send(Rank(1)), words, timeout),
+                Waiting::Signal => {
+                    let window = harness.engine.windows.expose(Region::of(&[words.buffer()]));
+                    let (peer, access) = (Rank(1), RmaOp::WaitSignal);
+                    let entry = harness.engine.begin(access.call(peer, window), access.bytes());
+                    let work = Work::new(Harness::no_progress(), entry);
+                    harness.engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() });
+                    work
+                }
+            };
+            harness.engine.lose(Rank(1), &down);
+            work
+        }
+    }
+
     fn deserted(harness: &mut Harness, words: &mut Words) -> Work {
-        harness.engine.context.failures.is_watched = true;
-        let signature = Signature { operation: 3, root: 1, count: 1, ..Signature::default() };
-        let entry = harness.engine.begin(Call::Collective(signature), Bytes::default());
-        let work = Work::new(Harness::no_progress(), entry);
-        let region = Region::of(&[words.buffer()]);
-        let request = Request {
-            collective: Collective::Broadcast { count: 1, root: Rank(1) },
-            signature,
-            reduce: None,
-            dtype: DType::U64,
-            spaces: Spaces::new(region.clone(), region, 8),
-            timeout: Duration::from_secs(60),
-        };
-        harness.engine.submit_collective(request, Executed::default(), work.clone());
-        harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
-        work
+        Waiting::Broadcast.desert(harness, words, Duration::from_secs(60))
     }
 
     fn blamed(work: &Work) -> Option<u32> {
@@ -244,11 +282,48 @@ mod tests {
 
     #[test]
     fn a_rank_that_left_because_another_was_lost_is_not_blamed() {
-        let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
-        let work = deserted(&mut harness, &mut words);
-        assert_eq!(blamed(&work), None, "there may be news");
-        harness.engine.departed(&lost(2));
-        assert_eq!(blamed(&work), Some(2));
+        for waiting in WAITING {
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
+            assert_eq!(blamed(&work), None, "{waiting:?}: there may be news");
+            assert!(!harness.engine.is_settled() && harness.engine.is_busy(), "{waiting:?}");
+            harness.engine.departed(&lost(2));
+            assert_eq!(blamed(&work), Some(2), "{waiting:?}");
+            assert!(harness.engine.is_settled(), "{waiting:?}");
+        }
+    }
+
+    #[test]
+    fn why_a_rank_left_is_told_by_what_waits_for_it() {
+        for waiting in WAITING {
+            for is_told_first in [false, true] {
+                let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+                harness.engine.context.failures.is_watched = true;
+                let how = Departure::Left { called: 9 };
+                let left = Departed { rank: Rank(1), how, cause: "aborted, after it had failed".to_owned() };
+                if is_told_first {
+                    harness.engine.departed(&left);
+                }
+                let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
+                if !is_told_first {
+                    assert_eq!(blamed(&work), None, "{waiting:?}: there may be news");
+                    harness.engine.departed(&left);
+                }
+                assert_eq!(blamed(&work), Some(1), "{waiting:?}");
+                let error = work.result().expect("it has ended").expect_err("it cannot end well").to_string();
+                assert!(error.contains("closed the connection; it has left: aborted, after it had failed"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_waits_for_a_rank_that_is_gone_ends_with_its_communicator() {
+        for waiting in WAITING {
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
+            harness.engine.close("aborted");
+            assert!(matches!(work.result(), Some(Err(Error::Closed { .. }))), "{waiting:?}: {:?}", work.result());
+        }
     }
 
     #[test]
@@ -302,12 +377,27 @@ mod tests {
 
     #[test]
     fn a_rank_that_is_gone_without_another_loss_is_blamed_soon() {
+        for waiting in WAITING {
+            for timeout in [Duration::from_secs(60), Duration::from_millis(100)] {
+                let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+                let work = waiting.desert(&mut harness, &mut words, timeout);
+                let until = Instant::now() + timeout.min(NOTICE_TIMEOUT);
+                assert!(harness.engine.next_deadline().is_some_and(|due| due <= until), "{waiting:?}");
+                harness.engine.expire(until);
+                assert_eq!(blamed(&work), Some(1), "{waiting:?} with {timeout:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn who_comes_late_does_not_wait_again_for_news_of_a_rank_that_is_gone() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
-        let work = deserted(&mut harness, &mut words);
-        let until = harness.engine.next_deadline().expect("it is waited for news");
-        assert!(until < Instant::now() + Duration::from_secs(1));
-        harness.engine.expire(until);
-        assert_eq!(blamed(&work), Some(1));
+        let first = Waiting::Receive.desert(&mut harness, &mut words, Duration::from_secs(60));
+        std::thread::sleep(NOTICE_TIMEOUT);
+        let second = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
+        assert_eq!(blamed(&second), Some(1));
+        harness.engine.expire(Instant::now());
+        assert_eq!(blamed(&first), Some(1));
     }
 
     #[test]

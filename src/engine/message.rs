@@ -354,21 +354,26 @@ impl Messages {
     }
 
     fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
-        let Some(op) = self.in_flight.remove(&id) else { return };
+        if let Some(op) = self.remove(ctx, id) {
+            ctx.finish(op.work, Err(error(op.call.to_string())), None);
+        }
+    }
+
+    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: String) {
+        if let Some(InFlight { call, deadline, work, .. }) = self.remove(ctx, id) {
+            ctx.desert(rank, cause, call, work, deadline);
+        }
+    }
+
+    /// Takes an operation out that has not ended: nothing of the engine refers to its memory afterwards.
+    fn remove(&mut self, ctx: &mut OpContext, id: u64) -> Option<InFlight> {
+        let op = self.in_flight.remove(&id)?;
         ctx.cancel(OpId::Message(id), |to, header| {
             let used = &mut self.credits.get_mut(to).used;
             *used = used.saturating_sub(credits_for(header));
         });
         self.posted.retain(|posted| posted.id != id);
-        let error = error(op.call.to_string());
-        ctx.finish(op.work, Err(error), None);
-    }
-
-    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: String) {
-        let Some(op) = self.in_flight.get(&id) else { return };
-        let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause };
-        self.fail(ctx, id, |_| error.clone());
-        ctx.lost_found.push((rank, error));
+        Some(op)
     }
 
     /// The peer of an operation has given it up.

@@ -23,6 +23,8 @@ pub(crate) struct Peer {
     pub(crate) ending: Option<(LinkDown, Instant)>,
     /// Why it cannot be reached any more.
     pub(crate) lost: Option<String>,
+    /// When it was lost.
+    pub(crate) lost_at: Option<Instant>,
     /// How the connections to it did when it was lost.
     pub(crate) last_stats: LinkStats,
     /// Which rank it said is lost, for which it will leave, and how that was found out.

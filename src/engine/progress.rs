@@ -80,6 +80,7 @@ impl Engine {
             closed: None,
             dump_due: None,
             lost_found: Vec::new(),
+            deserted: Vec::new(),
         };
         Engine {
             id: "0".repeat(32),
@@ -247,7 +248,7 @@ impl Engine {
     pub(crate) fn is_settled(&self) -> bool {
         let is_idle = self.collectives.is_idle() && self.messages.is_idle() && self.windows.is_idle();
         let is_device_idle = self.relay.is_idle() && self.device_messages.is_idle() && self.device_accesses.is_idle();
-        is_idle && is_device_idle && self.context.rndv.is_idle()
+        is_idle && is_device_idle && self.context.rndv.is_idle() && self.context.deserted.is_empty()
     }
 
     /// Whether all ranks that are there are known to have called what this one has, and nothing is in flight.
@@ -355,6 +356,7 @@ impl Engine {
             self.messages.next_deadline(),
             copies,
             self.windows.next_deadline(),
+            self.context.deserted_until(),
             self.relay.next_look(),
             self.device_messages.next_look(),
             self.device_accesses.next_look(),
@@ -378,6 +380,7 @@ impl Engine {
         self.collectives.check_deadline(&mut self.context, now);
         self.messages.check_deadlines(&mut self.context, now);
         self.windows.check_deadlines(&mut self.context, now);
+        self.context.check_deserted(now);
         self.choose_blocked_sends(now);
         self.handle_losses();
     }

@@ -29,6 +29,9 @@ impl Engine {
     fn handle_all_losses(&mut self) {
         loop {
             for (rank, error) in std::mem::take(&mut self.context.lost_found) {
+                if let Error::PeerLost { cause, .. } = &error {
+                    self.warn_of_loss(rank, cause);
+                }
                 self.report_lost(rank, &error);
             }
             match self.context.endpoints.take_lost() {
@@ -93,7 +96,6 @@ impl Engine {
                 self.warn_of_loss(*rank, cause);
                 self.context.failures.record_loss(*rank, cause);
                 self.lose(*rank, &LinkDown::new(cause));
-                self.collectives.resolve_suspect(&mut self.context);
             }
             Departure::Left { called } => {
                 log::info!("communicator `{}` rank {}: rank {rank} has left: {cause}", self.name(), self.context.me);
@@ -101,6 +103,9 @@ impl Engine {
                 self.collectives.end_after_leave(&mut self.context);
             }
         }
+        let now = Instant::now();
+        self.collectives.resolve_suspect(&mut self.context, now);
+        self.context.check_deserted(now);
         self.handle_losses();
     }
 
@@ -211,6 +216,7 @@ impl Engine {
         self.collectives.end(ctx, error);
         self.messages.end(ctx, error);
         self.windows.end(ctx, error);
+        ctx.end_deserted(error);
         self.relay.end(ctx);
         self.device_messages.end(ctx);
         self.device_accesses.end(ctx);

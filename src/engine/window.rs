@@ -318,7 +318,7 @@ impl Windows {
     fn access_peer(&mut self, ctx: &mut OpContext, id: u64, window: WindowId, to: Rank, access: RmaOp) {
         ctx.endpoints.expect(to);
         if let Some(cause) = ctx.lost(to) {
-            return self.fail_lost(ctx, id, to, &cause);
+            return self.fail_lost(ctx, id, cause);
         }
         let completion = Completion { op: OpId::RmaOp(id), step: 0 };
         let frame =
@@ -450,7 +450,7 @@ impl Windows {
         // Its end tells that the peer is gone.
         ctx.endpoints.expect(from);
         if let Some(cause) = ctx.lost(from) {
-            self.fail_lost(ctx, id, from, &cause);
+            self.fail_lost(ctx, id, cause);
         }
     }
 
@@ -572,7 +572,19 @@ impl Windows {
     }
 
     fn fail(&mut self, ctx: &mut OpContext, id: u64, error: impl FnOnce(String) -> Error) {
-        let Some(op) = self.in_flight.remove(&id) else { return };
+        let Some(op) = self.remove(ctx, id) else { return };
+        ctx.finish(op.work, Err(error(op.call.to_string())), None);
+        self.advance(ctx, op.peer);
+    }
+
+    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, cause: String) {
+        let Some(op) = self.remove(ctx, id) else { return };
+        ctx.desert(op.peer, cause, op.call, op.work, op.deadline);
+    }
+
+    /// Takes an operation out that has not ended: nothing of the engine refers to its memory afterwards.
+    fn remove(&mut self, ctx: &mut OpContext, id: u64) -> Option<InFlight> {
+        let op = self.in_flight.remove(&id)?;
         ctx.cancel(OpId::RmaOp(id), |_, _| ());
         let was_read = self.reads.cancel(id);
         if let Some(flow) = self.flows.get_mut(&op.peer) {
@@ -585,16 +597,7 @@ impl Windows {
         {
             waits.retain(|wait| *wait != id);
         }
-        let error = error(op.call.to_string());
-        ctx.finish(op.work, Err(error), None);
-        self.advance(ctx, op.peer);
-    }
-
-    fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: &str) {
-        let Some(op) = self.in_flight.get(&id) else { return };
-        let error = Error::PeerLost { operation: op.call.to_string(), rank: rank.0, cause: cause.to_owned() };
-        self.fail(ctx, id, |_| error.clone());
-        ctx.lost_found.push((rank, error));
+        Some(op)
     }
 
     /// The target of an operation has given it up.
@@ -620,7 +623,7 @@ impl Windows {
     /// Ends the operations with `peer`. Signals that it sent before stay.
     pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
         for id in self.accesses(|op| op.peer == peer) {
-            self.fail_lost(ctx, id, peer, cause);
+            self.fail_lost(ctx, id, cause.to_owned());
         }
         self.flows.remove(&peer);
     }
