@@ -700,8 +700,11 @@ impl Collectives {
     /// has been told of another one's loss, or has not been for a while.
     fn suspect(&mut self, ctx: &mut OpContext, rank: Rank, cause: String) {
         let Some(active) = &mut self.active else { return };
-        active.suspect.get_or_insert(Suspect::new(rank, cause).before(active.deadline));
-        self.resolve_suspect(ctx, Instant::now());
+        let suspect = ctx.suspect(rank, cause, active.deadline);
+        match ctx.blame(&suspect, Instant::now()) {
+            Some((rank, cause)) => self.fail_active_lost(ctx, rank, cause),
+            None => _ = active.suspect.get_or_insert(suspect),
+        }
     }
 
     /// Ends the active collective if it waits for a rank that is gone and it is known whom to blame.

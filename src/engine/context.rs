@@ -30,7 +30,7 @@ pub(crate) struct OpContext {
     pub(crate) closed: Option<String>,
     /// The failure for which the flight recorder is to be written.
     pub(crate) dump_due: Option<String>,
-    /// Ranks that operations found lost, with the errors of these. The engine tells the other ranks.
+    /// Ranks that operations found gone, with the errors of these, which name whom to blame. The engine tells the other ranks.
     pub(crate) lost_found: Vec<(Rank, Error)>,
     /// Operations whose peer is gone, of whose memory nothing in the engine knows any more: they fail once it is known whom to
     /// blame.
@@ -56,12 +56,18 @@ impl OpContext {
     }
 
     /// Whether no more is to be heard of why `peer` is gone: no detector reports losses, or the peer has told.
-    pub(crate) fn is_explained(&self, peer: Rank) -> bool {
-        let has_told = self.endpoints.has_reported(peer) || self.failures.reason_to_leave(peer).is_some();
-        !self.failures.is_watched || has_told
+    fn is_explained(&self, peer: Rank) -> bool {
+        !self.failures.is_watched || self.endpoints.has_reported(peer)
     }
 
-    /// The rank to blame for one that is gone, and why, once nothing more will be told of it or that has taken too long.
+    /// `peer` as one that is gone, which an operation finds that has time until `deadline`.
+    pub(crate) fn suspect(&self, peer: Rank, cause: String, deadline: Option<Instant>) -> Suspect {
+        let since = self.endpoints.lost_at(peer).unwrap_or_else(Instant::now);
+        Suspect::since(since, peer, cause).before(deadline)
+    }
+
+    /// The rank to blame for one that is gone, and why: once a rank is known to be lost, nothing more will be told of this one,
+    /// or that has taken too long.
     pub(crate) fn blame(&self, suspect: &Suspect, now: Instant) -> Option<(Rank, String)> {
         let Suspect { rank, cause, until } = suspect;
         if !self.is_explained(*rank) && !self.failures.has_lost() && *until > now {
@@ -69,32 +75,40 @@ impl OpContext {
         }
         let behind = self.failures.lost().or_else(|| self.endpoints.culprit_behind(*rank));
         Some(behind.unwrap_or_else(|| match self.failures.reason_to_leave(*rank) {
-            Some(reason) => (*rank, format!("{cause}; it has left: {reason}")),
-            None => (*rank, cause.clone()),
+            Some(reason) if !self.endpoints.has_reported(*rank) => (*rank, format!("{cause}; it has left: {reason}")),
+            _ => (*rank, cause.clone()),
         }))
     }
 
-    /// Ends an operation that cannot do without `peer`, which is gone, and of whose memory nothing in the engine knows any more:
-    /// now or when it is known whom to blame, by `deadline` at the latest.
-    pub(crate) fn desert(&mut self, peer: Rank, cause: String, call: Call, work: Work, deadline: Option<Instant>) {
-        let now = Instant::now();
-        let since = self.endpoints.lost_at(peer).unwrap_or(now);
-        self.deserted.push(Deserted { suspect: Suspect::since(since, peer, cause).before(deadline), call, work });
-        self.check_deserted(now);
+    /// Ends an operation that cannot do without a rank that is gone, and of whose memory nothing in the engine knows any more: now
+    /// or once it is known whom to blame.
+    pub(crate) fn desert(&mut self, suspect: Suspect, call: Call, work: Work) {
+        self.end_or_keep(Deserted { suspect, call, work }, Instant::now());
     }
 
     /// Ends the operations whose peers are gone and for which it is known whom to blame.
     pub(crate) fn check_deserted(&mut self, now: Instant) {
         for deserted in std::mem::take(&mut self.deserted) {
-            let Some((rank, cause)) = self.blame(&deserted.suspect, now) else {
-                self.deserted.push(deserted);
-                continue;
-            };
-            let Deserted { call, work, .. } = deserted;
-            let error = Error::PeerLost { operation: call.to_string(), rank: rank.0, cause };
-            self.lost_found.push((rank, error.clone()));
-            self.finish(work, Err(error), None);
+            self.end_or_keep(deserted, now);
         }
+    }
+
+    fn end_or_keep(&mut self, deserted: Deserted, now: Instant) {
+        let Some((rank, cause)) = self.blame(&deserted.suspect, now) else { return self.deserted.push(deserted) };
+        let Deserted { suspect, call, work } = deserted;
+        let error = Error::PeerLost { operation: call.to_string(), rank: rank.0, cause };
+        self.lost_found.push((suspect.rank, error.clone()));
+        self.finish(work, Err(error), None);
+    }
+
+    /// How the operation failed that ended last, if it did, or one that is about to.
+    pub(crate) fn last_failure(&self) -> Option<Error> {
+        let about_to = |Deserted { suspect: Suspect { rank, cause, .. }, call, .. }: &Deserted| Error::PeerLost {
+            operation: call.to_string(),
+            rank: rank.0,
+            cause: cause.clone(),
+        };
+        self.failures.last_operation.clone().or_else(|| self.deserted.first().map(about_to))
     }
 
     /// When to look at the operations whose peers are gone.

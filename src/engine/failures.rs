@@ -1,8 +1,8 @@
 //! What is known of failures, and what follows from it: ranks that are gone for good, and the last error.
 //!
-//! An operation that finds a peer gone fails by itself. This module handles departures that the failure detector reports;
-//! every rank sees the same ones. After a loss nothing new begins. What is in flight ends, by itself within
-//! [`DRAIN_TIMEOUT`] or with an error.
+//! An operation that finds a peer gone fails by itself, once it is known whom to blame ([`Suspect`]). This module handles
+//! departures that the failure detector reports; every rank sees the same ones. After a loss nothing new begins. What is in
+//! flight ends, by itself within [`DRAIN_TIMEOUT`] or with an error.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -181,11 +181,12 @@ impl Failures {
     }
 
     /// Why this rank leaves, which is `how` ("aborted: …"); nothing after a loss, of which every rank knows.
-    pub(crate) fn cause_to_leave(&self, how: &str) -> Option<String> {
+    /// `failure` is that of the last operation.
+    pub(crate) fn cause_to_leave(&self, how: &str, failure: Option<Error>) -> Option<String> {
         if self.lost.is_some() {
             return None;
         }
-        Some(match &self.last_operation {
+        Some(match failure {
             Some(failure) => format!("{how}, after it had failed: {failure}"),
             None => how.to_owned(),
         })
@@ -296,23 +297,16 @@ mod tests {
     #[test]
     fn why_a_rank_left_is_told_by_what_waits_for_it() {
         for waiting in WAITING {
-            for is_told_first in [false, true] {
-                let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
-                harness.engine.context.failures.is_watched = true;
-                let how = Departure::Left { called: 9 };
-                let left = Departed { rank: Rank(1), how, cause: "aborted, after it had failed".to_owned() };
-                if is_told_first {
-                    harness.engine.departed(&left);
-                }
-                let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
-                if !is_told_first {
-                    assert_eq!(blamed(&work), None, "{waiting:?}: there may be news");
-                    harness.engine.departed(&left);
-                }
-                assert_eq!(blamed(&work), Some(1), "{waiting:?}");
-                let error = work.result().expect("it has ended").expect_err("it cannot end well").to_string();
-                assert!(error.contains("closed the connection; it has left: aborted, after it had failed"), "{error}");
-            }
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
+            let how = Departure::Left { called: 9 };
+            let cause = "aborted, after it had failed".to_owned();
+            harness.engine.departed(&Departed { rank: Rank(1), how, cause });
+            assert_eq!(blamed(&work), None, "{waiting:?}: whom it blames may be told of next");
+            harness.engine.expire(Instant::now() + NOTICE_TIMEOUT);
+            assert_eq!(blamed(&work), Some(1), "{waiting:?}");
+            let error = work.result().expect("it has ended").expect_err("it cannot end well").to_string();
+            assert!(error.contains("closed the connection; it has left: aborted, after it had failed"), "{error}");
         }
     }
 
@@ -321,8 +315,27 @@ mod tests {
         for waiting in WAITING {
             let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
             let work = waiting.desert(&mut harness, &mut words, Duration::from_secs(60));
+            let left = harness.engine.departure("aborted").map(|departed| departed.cause).unwrap_or_default();
+            assert_eq!(left.contains("after it had failed"), !matches!(waiting, Waiting::Broadcast), "{left}");
             harness.engine.close("aborted");
             assert!(matches!(work.result(), Some(Err(Error::Closed { .. }))), "{waiting:?}: {:?}", work.result());
+        }
+    }
+
+    #[test]
+    fn a_receive_from_any_rank_ends_where_all_are_gone_before_or_after() {
+        for is_late in [false, true] {
+            let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            let receive = |harness: &mut Harness, words: &mut Words| {
+                harness.start(Direction::Receive(Source::Any), words, Duration::from_secs(60))
+            };
+            let early = (!is_late).then(|| receive(&mut harness, &mut words));
+            for rank in [2, 1] {
+                assert!(early.as_ref().is_none_or(|work| !work.is_done()), "rank {rank} may send");
+                harness.engine.lose(Rank(rank), &LinkDown::new("it closed the connection"));
+            }
+            let work = early.unwrap_or_else(|| receive(&mut harness, &mut words));
+            assert_eq!(blamed(&work), Some(1), "late: {is_late}");
         }
     }
 

@@ -253,6 +253,9 @@ impl Messages {
             Source::Any => {
                 // Opening streams tells soon when the last possible sender is gone.
                 (0..ctx.size()).map(Rank::from).for_each(|peer| ctx.endpoints.connect(peer));
+                if let Some((peer, cause)) = last_gone(ctx) {
+                    return self.fail_lost(ctx, posted.id, peer, cause);
+                }
             }
         }
         self.posted.push(posted);
@@ -361,7 +364,7 @@ impl Messages {
 
     fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, rank: Rank, cause: String) {
         if let Some(InFlight { call, deadline, work, .. }) = self.remove(ctx, id) {
-            ctx.desert(rank, cause, call, work, deadline);
+            ctx.desert(ctx.suspect(rank, cause, deadline), call, work);
         }
     }
 
@@ -383,7 +386,7 @@ impl Messages {
 
     /// Ends the messages to and from `peer`, and receives from any rank when no other rank is left.
     pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
-        let alone = (0..ctx.size()).map(Rank::from).all(|rank| rank == ctx.me || ctx.endpoints.lost(rank).is_some());
+        let alone = last_gone(ctx).is_some();
         // What has arrived whole can still be received; what was only announced cannot.
         self.unexpected.retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
         let mut gone = Vec::new();
@@ -393,16 +396,12 @@ impl Messages {
                 Direction::Receive(Source::Rank(from)) => from == peer,
                 Direction::Receive(Source::Any) => ctx.exchanges(OpId::Message(*id), peer),
             };
-            if needs_peer {
-                gone.push((*id, peer, cause.to_owned()));
-            } else if alone && op.direction == Direction::Receive(Source::Any) {
-                // The ranks that are gone may have left because of the one that the failure detector found lost.
-                let (culprit, cause) = ctx.failures.lost().unwrap_or_else(|| (peer, cause.to_owned()));
-                gone.push((*id, culprit, cause));
+            if needs_peer || (alone && op.direction == Direction::Receive(Source::Any)) {
+                gone.push(*id);
             }
         }
-        for (id, culprit, cause) in gone {
-            self.fail_lost(ctx, id, culprit, cause);
+        for id in gone {
+            self.fail_lost(ctx, id, peer, cause.to_owned());
         }
     }
 
@@ -433,6 +432,14 @@ impl Messages {
             self.fail(ctx, id, error);
         }
     }
+}
+
+/// If all other ranks are gone, the one that went last, and how.
+fn last_gone(ctx: &OpContext) -> Option<(Rank, String)> {
+    let others = (0..ctx.size()).map(Rank::from).filter(|rank| *rank != ctx.me);
+    let last = others.map(|rank| ctx.endpoints.lost_at(rank).map(|at| (at, rank))).collect::<Option<Vec<_>>>()?;
+    let (_, rank) = last.into_iter().max()?;
+    Some((rank, ctx.lost(rank)?))
 }
 
 fn accepts(wanted: Source, from: Rank) -> bool {

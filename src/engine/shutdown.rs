@@ -28,11 +28,11 @@ impl Engine {
     #[cold]
     fn handle_all_losses(&mut self) {
         loop {
-            for (rank, error) in std::mem::take(&mut self.context.lost_found) {
-                if let Error::PeerLost { cause, .. } = &error {
-                    self.warn_of_loss(rank, cause);
+            for (gone, error) in std::mem::take(&mut self.context.lost_found) {
+                if let Error::PeerLost { rank, cause, .. } = &error {
+                    self.warn_of_loss(Rank(*rank), cause);
                 }
-                self.report_lost(rank, &error);
+                self.report_lost(gone, &error);
             }
             match self.context.endpoints.take_lost() {
                 Some(peer) => self.end_with(peer),
@@ -46,10 +46,10 @@ impl Engine {
     fn end_with(&mut self, peer: Rank) {
         let ctx = &mut self.context;
         let cause = ctx.lost(peer).unwrap_or_default();
-        let ended = ctx.finished.len();
         self.messages.lose(ctx, peer, &cause);
-        self.collectives.lose(ctx, peer, &cause);
         self.windows.lose(ctx, peer, &cause);
+        let ended = ctx.finished.len();
+        self.collectives.lose(ctx, peer, &cause);
         self.relay.lose(ctx, peer, &cause);
         self.device_messages.lose(ctx, peer, &cause);
         self.device_accesses.lose(ctx, peer, &cause);
@@ -62,16 +62,16 @@ impl Engine {
         }
     }
 
-    /// Tells the other ranks that `lost` is, as a message or an access to a window has found out: collectives that it has not
-    /// called cannot complete. Collectives that fail here tell for themselves.
-    fn report_lost(&mut self, lost: Rank, error: &Error) {
-        if !self.context.failures.is_first_report(lost) {
+    /// Tells the other ranks that `gone` is, as a message or an access to a window has found out, whose `error` names whom to
+    /// blame: collectives that it has not called cannot complete. Collectives that fail here tell for themselves.
+    fn report_lost(&mut self, gone: Rank, error: &Error) {
+        if !self.context.failures.is_first_report(gone) {
             return;
         }
-        let sequence = self.collectives.called(lost).max(self.collectives.next_sequence());
-        let text = error.to_string();
-        for peer in self.context.endpoints.others().into_iter().filter(|peer| *peer != lost) {
-            let failed = Failed::Collective { sequence, reason: Reason::Loss, lost: Some(lost) };
+        let sequence = self.collectives.called(gone).max(self.collectives.next_sequence());
+        let (lost, text) = (error.lost_rank(), error.to_string());
+        for peer in self.context.endpoints.others().into_iter().filter(|peer| *peer != gone && Some(*peer) != lost) {
+            let failed = Failed::Collective { sequence, reason: Reason::Loss, lost };
             self.context.endpoints.send_failure(peer, failed, &text);
         }
     }
@@ -159,7 +159,7 @@ impl Engine {
 
     /// How the others have to take it if this rank leaves now; nothing if all are at the end already, because of a loss.
     pub(crate) fn departure(&self, how: &str) -> Option<Departed> {
-        let cause = self.context.failures.cause_to_leave(how)?;
+        let cause = self.context.failures.cause_to_leave(how, self.context.last_failure())?;
         let how = Departure::Left { called: self.collectives.current() };
         Some(Departed { rank: self.context.me, how, cause })
     }
@@ -184,7 +184,7 @@ impl Engine {
         if self.closed().is_some() {
             return;
         }
-        let failure = self.context.failures.last_operation.clone();
+        let failure = self.context.last_failure();
         // What is done for this rank may still be on its way from the device to other hosts, and where there was no room there
         // may be some now.
         self.progress_device();

@@ -579,7 +579,7 @@ impl Windows {
 
     fn fail_lost(&mut self, ctx: &mut OpContext, id: u64, cause: String) {
         let Some(op) = self.remove(ctx, id) else { return };
-        ctx.desert(op.peer, cause, op.call, op.work, op.deadline);
+        ctx.desert(ctx.suspect(op.peer, cause, op.deadline), op.call, op.work);
     }
 
     /// Takes an operation out that has not ended: nothing of the engine refers to its memory afterwards.

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::build::Build;
 use super::groups::Groups;
 use super::protocol::{Host, Keys, Place};
+use super::reply::REPLY_TIMEOUT;
 use crate::algo::Tuning;
 use crate::comm::address;
 use crate::comm::store::Store;
@@ -185,6 +186,11 @@ impl JoinContext<'_> {
         };
         let at = self.groups.listener_of(self.rank);
         written_by(Rank(0)).or_else(|| written_by(at).filter(|_| at != Rank(0)))
+    }
+
+    /// Until when the table of ranks may take to reach those that wait for it.
+    pub(super) fn table_deadline(&self) -> Instant {
+        self.deadline.max(Instant::now() + REPLY_TIMEOUT)
     }
 
     /// What `rank` has published, once it has.

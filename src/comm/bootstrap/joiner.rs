@@ -135,10 +135,13 @@ fn join_at(
     };
     let mut reply = reply?;
     if let (JoinReply::Ask { rank, place }, _) = &reply {
-        let mut stream = find(*rank, place, Instant::now() + REPLY_TIMEOUT)?;
-        let asked = exchange(&mut stream, &request, context.groups.size, Instant::now() + REPLY_TIMEOUT);
+        let (asked_at, deadline) = (Instant::now(), context.table_deadline());
+        let mut stream = find(*rank, place, deadline)?;
+        let asked = exchange(&mut stream, &request, context.groups.size, deadline);
         reply = asked.map_err(|error| match error.kind() {
-            ErrorKind::TimedOut => context.unreachable(*rank, format!("no table of ranks came in {REPLY_TIMEOUT:?}")),
+            ErrorKind::TimedOut => {
+                context.unreachable(*rank, format!("no table of ranks came in {:.1?}", asked_at.elapsed()))
+            }
             ErrorKind::UnexpectedEof => {
                 context.unreachable(*rank, "it hung up before it had passed the table of ranks on")
             }

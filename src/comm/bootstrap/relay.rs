@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::context::JoinContext;
 use super::groups::Groups;
 use super::protocol::{Keys, TABLE_BYTES_MAX, framed};
-use super::reply::{REPLY_TIMEOUT, World};
+use super::reply::World;
 use super::server::{Event, Server};
 use crate::error::InitError;
 use crate::sync::Arc;
@@ -33,7 +33,7 @@ pub(super) fn pass_on(
     let message: Arc<[u8]> = framed(&message, TABLE_BYTES_MAX).map_err(|cause| context.config_error(cause))?.into();
     let mut server = Server::new(context.name, Groups::one(children.len()), keys, tls, listener).map_err(failed)?;
     let mut waiting: BTreeSet<Rank> = children.into_iter().collect();
-    let deadline = Instant::now() + REPLY_TIMEOUT;
+    let deadline = context.table_deadline();
     while !waiting.is_empty() && Instant::now() < deadline {
         for event in server.turn(deadline).map_err(failed)? {
             match event {

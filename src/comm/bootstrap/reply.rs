@@ -14,7 +14,7 @@ use super::tree::Tree;
 use crate::algo::Tuning;
 use crate::types::Rank;
 
-/// How long an answer may take to reach those that wait for it.
+/// How long an answer may take at least to reach those that wait for it.
 pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What all ranks know once all have joined.

@@ -64,7 +64,8 @@ pub(super) fn serve(
     };
     // Where one beyond the world has come, all have failed alike.
     let answer = |rank: Rank| answers[rank.index().min(context.groups.size - 1)].clone();
-    let finished = server.finish(answer, Instant::now() + REPLY_TIMEOUT).map_err(listening);
+    let deadline = if outcome.is_ok() { context.table_deadline() } else { Instant::now() + REPLY_TIMEOUT };
+    let finished = server.finish(answer, deadline).map_err(listening);
     let world = outcome?;
     finished?;
     Ok((keys, world))

@@ -111,7 +111,6 @@ impl<'a> Server<'a> {
     /// Sleeps until something happens or `deadline` is reached, and does what there is to do.
     pub(super) fn turn(&mut self, deadline: Instant) -> io::Result<Vec<Event>> {
         let now = Instant::now();
-        self.drop_expired(now);
         if self.accept_after.is_some_and(|after| now >= after) {
             self.accept_after = None;
             self.watch_listener(true)?;
@@ -123,7 +122,10 @@ impl<'a> Server<'a> {
         for number in ready.iter().filter(|number| ![LISTENER, OTHER].contains(number)) {
             self.advance(*number, &mut events)?;
         }
-        // Last, so that no connection is dropped for new ones while there is something of it to be heard.
+        // Last, so that no connection is dropped for its age or for new ones while there is something of it to be heard.
+        if ready.len() < EVENTS_MAX {
+            self.drop_expired(now);
+        }
         if ready.contains(&LISTENER) {
             self.accept()?;
         }

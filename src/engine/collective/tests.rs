@@ -4,6 +4,7 @@ use super::*;
 use crate::engine::frame::{FrameKind, Header};
 use crate::engine::mock_peer::Harness;
 use crate::engine::region::Words;
+use crate::error::LinkDown;
 use crate::transport::MemoryAddress;
 
 #[test]
@@ -217,4 +218,17 @@ fn what_comes_after_the_time_limit_goes_nowhere() {
     // Nor is an old question kept.
     frame(&mut harness, FrameKind::Ready, Rank(0), &[]);
     assert!(harness.engine.collectives.asked.is_empty());
+}
+
+#[test]
+fn a_rank_whose_end_is_explained_is_blamed_before_one_of_which_there_may_be_news() {
+    let (mut harness, mut words) = (Harness::of(4), Words::new(vec![0]));
+    harness.engine.context.failures.is_watched = true;
+    let work = harness.broadcast(Rank(1), &mut words, Duration::from_secs(60));
+    harness.engine.lose(Rank(1), &LinkDown::new("it closed the connection"));
+    assert!(!work.is_done(), "there may be news");
+    let engine = &mut harness.engine;
+    engine.context.endpoints.set_reported(Rank(2), Some(Rank(3)), "text".to_owned());
+    engine.collectives.suspect(&mut engine.context, Rank(2), "it closed the connection".to_owned());
+    assert!(matches!(work.result(), Some(Err(Error::PeerLost { rank: 3, .. }))), "{:?}", work.result());
 }
