@@ -324,8 +324,9 @@ mod tests {
 
     #[test]
     fn a_receive_from_any_rank_ends_where_all_are_gone_before_or_after() {
-        for is_late in [false, true] {
+        for (is_watched, is_late) in [(false, false), (false, true), (true, false), (true, true)] {
             let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
+            harness.engine.context.failures.is_watched = is_watched;
             let receive = |harness: &mut Harness, words: &mut Words| {
                 harness.start(Direction::Receive(Source::Any), words, Duration::from_secs(60))
             };
@@ -335,7 +336,9 @@ mod tests {
                 harness.engine.lose(Rank(rank), &LinkDown::new("it closed the connection"));
             }
             let work = early.unwrap_or_else(|| receive(&mut harness, &mut words));
-            assert_eq!(blamed(&work), Some(1), "late: {is_late}");
+            assert_eq!(work.is_done(), !is_watched, "late: {is_late}");
+            harness.engine.expire(Instant::now() + NOTICE_TIMEOUT);
+            assert_eq!(blamed(&work), Some(1), "watched: {is_watched}, late: {is_late}");
         }
     }
 

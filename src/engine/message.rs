@@ -386,7 +386,7 @@ impl Messages {
 
     /// Ends the messages to and from `peer`, and receives from any rank when no other rank is left.
     pub(crate) fn lose(&mut self, ctx: &mut OpContext, peer: Rank, cause: &str) {
-        let alone = last_gone(ctx).is_some();
+        let last = last_gone(ctx);
         // What has arrived whole can still be received; what was only announced cannot.
         self.unexpected.retain(|unexpected| unexpected.from != peer || matches!(unexpected.content, Content::Whole(_)));
         let mut gone = Vec::new();
@@ -396,12 +396,16 @@ impl Messages {
                 Direction::Receive(Source::Rank(from)) => from == peer,
                 Direction::Receive(Source::Any) => ctx.exchanges(OpId::Message(*id), peer),
             };
-            if needs_peer || (alone && op.direction == Direction::Receive(Source::Any)) {
-                gone.push(*id);
+            if needs_peer {
+                gone.push((*id, peer, cause.to_owned()));
+            } else if op.direction == Direction::Receive(Source::Any)
+                && let Some((last, cause)) = &last
+            {
+                gone.push((*id, *last, cause.clone()));
             }
         }
-        for id in gone {
-            self.fail_lost(ctx, id, peer, cause.to_owned());
+        for (id, peer, cause) in gone {
+            self.fail_lost(ctx, id, peer, cause);
         }
     }
 

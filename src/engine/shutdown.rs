@@ -70,7 +70,7 @@ impl Engine {
         }
         let sequence = self.collectives.called(gone).max(self.collectives.next_sequence());
         let (lost, text) = (error.lost_rank(), error.to_string());
-        for peer in self.context.endpoints.others().into_iter().filter(|peer| *peer != gone && Some(*peer) != lost) {
+        for peer in self.context.endpoints.others().into_iter().filter(|peer| *peer != gone) {
             let failed = Failed::Collective { sequence, reason: Reason::Loss, lost };
             self.context.endpoints.send_failure(peer, failed, &text);
         }
@@ -184,7 +184,7 @@ impl Engine {
         if self.closed().is_some() {
             return;
         }
-        let failure = self.context.last_failure();
+        let failure = self.context.failures.last_operation.clone();
         // What is done for this rank may still be on its way from the device to other hosts, and where there was no room there
         // may be some now.
         self.progress_device();

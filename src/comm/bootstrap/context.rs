@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::build::Build;
 use super::groups::Groups;
 use super::protocol::{Host, Keys, Place};
-use super::reply::REPLY_TIMEOUT;
 use crate::algo::Tuning;
 use crate::comm::address;
 use crate::comm::store::Store;
@@ -21,6 +20,9 @@ use crate::types::Rank;
 
 /// The key of the store under which rank 0 says where it listens. The [leaders](super::groups) of a large world use one each, too.
 pub const ROOT_KEY: &str = "ncclx_rs/root";
+
+/// How long an answer may take at least to reach those that wait for it.
+pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long the store may take to tell why rank 0 waits no longer.
 pub(super) const STORE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -188,7 +190,7 @@ impl JoinContext<'_> {
         written_by(Rank(0)).or_else(|| written_by(at).filter(|_| at != Rank(0)))
     }
 
-    /// Until when the table of ranks may take to reach those that wait for it.
+    /// Until when the table of ranks may take to reach those that wait for it: as long as they would have waited for ranks to join.
     pub(super) fn table_deadline(&self) -> Instant {
         self.deadline.max(Instant::now() + REPLY_TIMEOUT)
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 
 use super::build::Build;
-use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord, STORE_TIMEOUT, StoreRecord};
+use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord, STORE_TIMEOUT, StoreRecord};
 use super::groups::Groups;
 use super::leader;
 use super::protocol::{
@@ -16,7 +16,7 @@ use super::protocol::{
     TABLE_BYTES_MAX, frame, frame_length, shared_secret,
 };
 use super::relay;
-use super::reply::{JoinReply, REPLY_TIMEOUT, World};
+use super::reply::{JoinReply, World};
 use super::tree::STAR_RANKS;
 use crate::comm::framing::{read, write};
 use crate::deadline::deadline_after;

@@ -6,10 +6,10 @@ use std::io;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
+use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord};
 use super::groups::Groups;
 use super::protocol::{Keys, RELAYED_BYTES_MAX, RankInfo, Relayed, TABLE_BYTES_MAX, frame, frame_length};
-use super::reply::{JoinReply, REPLY_TIMEOUT};
+use super::reply::JoinReply;
 use super::server::{Event, Server};
 use crate::comm::framing::{ReadBuffer, WriteBuffer};
 use crate::deadline::deadline_after;

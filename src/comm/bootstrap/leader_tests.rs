@@ -6,13 +6,12 @@ use std::net::TcpStream;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
+use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord};
 use super::groups::Groups;
 use super::protocol::{
     Came, Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, Next, Place, RELAYED_BYTES_MAX,
     RankInfo, Relayed, frame,
 };
-use super::reply::REPLY_TIMEOUT;
 use super::tests::{GROUPS, LONG, SIZE, config, info, with_context};
 use super::{Bootstrap, join_by, joiner, leader};
 use crate::comm::store::{MemoryStore, Store};

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::net::TcpListener;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::context::JoinContext;
+use super::context::{JoinContext, REPLY_TIMEOUT};
 use super::groups::Groups;
 use super::protocol::{Keys, TABLE_BYTES_MAX, framed};
 use super::reply::World;
@@ -13,6 +13,9 @@ use crate::error::InitError;
 use crate::sync::Arc;
 use crate::transport::tls::Tls;
 use crate::types::Rank;
+
+/// For how long to wait for ranks below this one while none comes. All have been told at about the same time.
+const PATIENCE: Duration = REPLY_TIMEOUT.saturating_mul(2);
 
 /// Answers the ranks below this one, which come to `listener`, with the message that this rank has had.
 ///
@@ -33,9 +36,11 @@ pub(super) fn pass_on(
     let message: Arc<[u8]> = framed(&message, TABLE_BYTES_MAX).map_err(|cause| context.config_error(cause))?.into();
     let mut server = Server::new(context.name, Groups::one(children.len()), keys, tls, listener).map_err(failed)?;
     let mut waiting: BTreeSet<Rank> = children.into_iter().collect();
-    let deadline = context.table_deadline();
+    let last = context.table_deadline();
+    let mut deadline = last.min(Instant::now() + PATIENCE);
     while !waiting.is_empty() && Instant::now() < deadline {
         for event in server.turn(deadline).map_err(failed)? {
+            deadline = last.min(Instant::now() + PATIENCE);
             match event {
                 Event::Joined(_, Ok(_)) => {}
                 Event::Joined(rank, Err(cause)) => {

@@ -2,7 +2,6 @@
 //! then the [table](super::table) of ranks if it is in there.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -13,9 +12,6 @@ use super::table;
 use super::tree::Tree;
 use crate::algo::Tuning;
 use crate::types::Rank;
-
-/// How long an answer may take at least to reach those that wait for it.
-pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What all ranks know once all have joined.
 #[derive(Clone, Debug, Serialize, Deserialize)]

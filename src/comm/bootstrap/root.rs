@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::time::Instant;
 
-use super::context::{JoinContext, JoinFailure, RootAddress, RootRecord};
+use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord};
 use super::groups::Groups;
 use super::protocol::{Joiner, Keys, Place, RankInfo, shared_secret};
-use super::reply::{JoinReply, REPLY_TIMEOUT, World};
+use super::reply::{JoinReply, World};
 use super::roster::Roster;
 use super::server::{Event, Server};
 use crate::algo::Tuning;

@@ -524,6 +524,18 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_is_heard_before_its_time_is_over() {
+        serve(|mut server| {
+            let (mut stream, rest) = begin(&mut server);
+            stream.write_all(&rest).expect("it takes the rest");
+            // This process has had no core meanwhile.
+            server.unproved[0].0 = Instant::now() - Duration::from_millis(1);
+            let events = server.turn(Instant::now() + LONG).expect("it goes on");
+            assert!(matches!(&events[..], [Event::Joined(Rank(1), Err(_))]), "{} events", events.len());
+        });
+    }
+
+    #[test]
     fn connections_are_accepted_again_after_a_pause() {
         serve(|mut server| {
             server.accept_after = Some(Instant::now());
