@@ -362,10 +362,13 @@ extern "C" fn wait(work: *const Work, timeout_ms: i64, error: *mut RawError) -> 
     guarded(error, || {
         // SAFETY: given out by `submit` and not yet given back.
         let work = unsafe { &*work };
-        let waited = work.wait(duration(timeout_ms));
-        waited.map_err(|error| {
-            (if work.is_done() { Status::of(error.class()) } else { Status::Pending }, error.to_string())
-        })
+        let ended = match work.wait(duration(timeout_ms)) {
+            Err(error) if !work.is_done() => return Err((Status::Pending, error.to_string())),
+            // It may have ended just after the time was over: then this tells how.
+            Err(_) => work.wait(None),
+            ended => ended,
+        };
+        ended.map_err(|error| (Status::of(error.class()), error.to_string()))
     })
 }
 
