@@ -44,6 +44,13 @@ pub(crate) struct Deserted {
     work: Work,
 }
 
+impl Deserted {
+    /// How it fails if this rank is to blame.
+    fn error(&self, rank: Rank, cause: String) -> Error {
+        Error::PeerLost { operation: self.call.to_string(), rank: rank.0, cause }
+    }
+}
+
 impl OpContext {
     /// The number of ranks.
     pub(crate) fn size(&self) -> usize {
@@ -95,19 +102,14 @@ impl OpContext {
 
     fn end_or_keep(&mut self, deserted: Deserted, now: Instant) {
         let Some((rank, cause)) = self.blame(&deserted.suspect, now) else { return self.deserted.push(deserted) };
-        let Deserted { suspect, call, work } = deserted;
-        let error = Error::PeerLost { operation: call.to_string(), rank: rank.0, cause };
-        self.lost_found.push((suspect.rank, error.clone()));
-        self.finish(work, Err(error), None);
+        let error = deserted.error(rank, cause);
+        self.lost_found.push((deserted.suspect.rank, error.clone()));
+        self.finish(deserted.work, Err(error), None);
     }
 
     /// How the operation failed that ended last, if it did, or one that is about to.
     pub(crate) fn last_failure(&self) -> Option<Error> {
-        let about_to = |Deserted { suspect: Suspect { rank, cause, .. }, call, .. }: &Deserted| Error::PeerLost {
-            operation: call.to_string(),
-            rank: rank.0,
-            cause: cause.clone(),
-        };
+        let about_to = |deserted: &Deserted| deserted.error(deserted.suspect.rank, deserted.suspect.cause.clone());
         self.failures.last_operation.clone().or_else(|| self.deserted.first().map(about_to))
     }
 

@@ -409,6 +409,7 @@ mod tests {
     fn who_comes_late_does_not_wait_again_for_news_of_a_rank_that_is_gone() {
         let (mut harness, mut words) = (Harness::of(3), Words::new(vec![7]));
         let first = Waiting::Receive.desert(&mut harness, &mut words, Duration::from_secs(60));
+        // The clock is the system's, and the rank's end is counted from when it was seen.
         std::thread::sleep(NOTICE_TIMEOUT);
         let second = harness.start(Direction::Send(Rank(1)), &mut words, Duration::from_secs(60));
         assert_eq!(blamed(&second), Some(1));

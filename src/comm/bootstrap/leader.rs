@@ -58,10 +58,6 @@ pub(super) fn lead(
     let mut server = Server::new(context.name, group, keys, tls, listener).map_err(|error| ended(failed(error)))?;
     let outcome = root.and_then(|root| relay(context, &mut server, root, timeout));
     let outcome = outcome.map_err(|error| ended(context.failure_in_store().unwrap_or(error)));
-    let deadline = match &outcome {
-        Ok((JoinReply::Complete(_) | JoinReply::Ask { .. }, _)) => context.table_deadline(),
-        _ => Instant::now() + REPLY_TIMEOUT,
-    };
     // For whoever has no answer yet.
     let failure = match &outcome {
         Ok((JoinReply::Failed(failure), _)) => {
@@ -74,7 +70,7 @@ pub(super) fn lead(
     let message = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause));
     let finished = message
         .map(Arc::<[u8]>::from)
-        .and_then(|message| server.finish(|_| vec![message.clone()], deadline).map_err(failed));
+        .and_then(|message| server.finish(|_| vec![message.clone()], Instant::now() + REPLY_TIMEOUT).map_err(failed));
     match (outcome, finished) {
         (Ok((JoinReply::Complete(_) | JoinReply::Ask { .. }, _)), Err(error)) => Err(ended(error)),
         (outcome, _) => outcome,
