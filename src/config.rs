@@ -76,10 +76,10 @@ options! {
     tcp_streams: TcpStreams, "tcp_streams", "1", &[],
         "How many TCP connections carry a long message between two ranks at once, taken in turn from the interfaces that \
          `socket_ifname` allows. Of two ranks with different numbers, the smaller counts.";
-    shared_streams: bool, "shared_streams", "false", &[],
-        "Whether communicators of the same two processes share one TCP connection each way, where they have it set and the same \
-         settings for connections. Where one of two ranks has not, or `tcp_streams` above 1, they have connections of their own. \
-         Long messages take longer.";
+    shared_streams: Switch, "shared_streams", "auto", &[],
+        "Whether communicators of the same two processes share one TCP connection each way, which has long messages take longer. Where \
+         one of two ranks does not, or `tcp_streams` is above 1, they have connections of their own. auto: if those of all \
+         communicators of this process could take more than half of the descriptors that it may have (ulimit -n).";
     tls: Switch, "tls", "auto", &[],
         "Whether TLS 1.3 protects what travels through TCP: auto if `tls_certificate` is set; on also without certificates, \
          with keys made from the secret that the ranks share.";
@@ -749,7 +749,6 @@ mod tests {
             assert_eq!(bool::parse(text), Some(value));
         }
         assert_eq!(bool::parse("maybe"), None);
-        assert!(!Config::default().shared_streams);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal};
+use crate::config::{Config, DumpSignal, Switch};
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
@@ -35,6 +35,7 @@ use crate::sys::poller::Poller;
 use crate::sys::team::Team;
 use crate::topo::{Cpus, Topology};
 use crate::transport::auth::Identity;
+use crate::transport::shortage::Claim;
 use crate::types::{Frame, Rank, Source};
 use crate::window::WindowId;
 use crate::work::{Submitted, Work};
@@ -102,6 +103,8 @@ pub struct Communicator {
     pub(super) device: DeviceSide,
     /// None for a world of one, and when this rank has left.
     detector: Mutex<Option<FailureDetector>>,
+    /// None when this rank has left.
+    claim: Mutex<Option<Claim>>,
     pub(super) inherited: Inherited,
     /// How many records of splits this rank has not waited for any longer, by the rank that sends them. Later splits get them first.
     pub(super) missed_records: Mutex<BTreeMap<Rank, usize>>,
@@ -147,7 +150,12 @@ impl Communicator {
         let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
         let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
-        let shared = config.shared_streams.then(|| manner.key());
+        let claim = Claim::new(size, config.tcp_streams.get());
+        let shares = match config.shared_streams {
+            Switch::Auto => Claim::is_much(Claim::total(), limits::descriptors()),
+            fixed => fixed == Switch::On,
+        };
+        let shared = shares.then(|| manner.key());
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
             let open = |poller: &Poller, purpose| {
@@ -167,8 +175,8 @@ impl Communicator {
         let Bootstrap { ranks, comm_id, secret, tuning, scratch_bytes } =
             bootstrap::join(&name, rank, size, store, &config, open)?;
         Transports::check(&name, &ranks)?;
-        config.algorithm = ranks[0].algorithm.clone();
-        let hosts: Vec<&str> = ranks.iter().map(|info| info.host_id.as_str()).collect();
+        config.algorithm = ranks[0].common.algorithm.clone();
+        let hosts: Vec<&str> = ranks.iter().map(|info| &*info.host_id).collect();
         let nodes: Vec<Option<u32>> = ranks.iter().map(|info| info.cpus.node()).collect();
         let topo = Topology::new(&hosts).on_nodes(&nodes);
         transports.settle(&name, &topo);
@@ -255,6 +263,7 @@ impl Communicator {
             driver,
             device,
             detector,
+            claim: Mutex::new(Some(claim)),
             inherited,
             missed_records: Mutex::default(),
         })
@@ -621,6 +630,7 @@ impl Communicator {
         self.driver.flush_finished();
         self.driver.close();
         self.device.close();
+        lock(&self.claim).take();
         let detector = lock(&self.detector).take();
         match (detector, departed) {
             (Some(detector), Some(departed)) => detector.announce_departure(departed, ABORT_TIMEOUT),

@@ -165,7 +165,7 @@ impl Transports {
 
     /// Refuses ranks of which one takes UCX alone and another does not offer it. All ranks find the same.
     pub(crate) fn check(name: &str, ranks: &[RankInfo]) -> Result<(), InitError> {
-        let offers = |info: &&RankInfo, transport: &str| info.addresses.contains_key(transport);
+        let offers = |info: &&RankInfo, transport: &str| info.addresses.get(transport).is_some();
         let takes_alone = |info: &&RankInfo| offers(info, "ucx") && !offers(info, "tcp");
         let forced = ranks.iter().find(takes_alone);
         let Some((forced, lacking)) = forced.zip(ranks.iter().find(|info| !offers(info, "ucx"))) else {
@@ -209,7 +209,7 @@ impl Transports {
         let candidates = self.transports.iter().enumerate();
         let reaching = candidates.filter(|(_, entry)| entry.locality.has(topo.same_host(me, peer)));
         let route = |(transport, entry): (usize, &Entry)| {
-            let address = ranks[peer.index()].addresses.get(&entry.key())?.clone();
+            let address = ranks[peer.index()].addresses.get(&entry.key())?.to_vec();
             Some(Route { transport, address })
         };
         let routes: Vec<Route> = reaching.filter_map(route).collect();

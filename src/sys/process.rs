@@ -17,19 +17,26 @@ use crate::sys::socket;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessId {
     /// The kernel and the process namespace.
-    namespace: String,
+    namespace: Arc<str>,
     number: i32,
 }
 
 impl ProcessId {
     /// This process.
     pub fn own() -> ProcessId {
-        ProcessId { namespace: namespace(), number: rustix::process::getpid().as_raw_pid() }
+        ProcessId { namespace: namespace().into(), number: rustix::process::getpid().as_raw_pid() }
     }
 
     /// One that is imagined: process `number` of a host with a name of its own.
     pub(crate) fn imagined(namespace: String, number: i32) -> ProcessId {
-        ProcessId { namespace, number }
+        ProcessId { namespace: namespace.into(), number }
+    }
+
+    /// Holds the name of the namespace in common with another process of it.
+    pub(crate) fn share(&mut self, other: &ProcessId) {
+        if self.namespace == other.namespace {
+            self.namespace = other.namespace.clone();
+        }
     }
 }
 
@@ -42,7 +49,7 @@ pub struct Process {
 impl Process {
     /// The process with this id; an error if it is not visible from here, as in another container or on another host.
     pub fn find(id: &ProcessId) -> io::Result<Process> {
-        if id.namespace != namespace() {
+        if *id.namespace != *namespace() {
             return Err(io::ErrorKind::NotFound.into());
         }
         Process::with_number(id.number)
@@ -149,6 +156,6 @@ mod tests {
     #[test]
     fn a_number_means_nothing_elsewhere() {
         assert!(Process::find(&ProcessId::own()).is_ok());
-        assert!(Process::find(&ProcessId { namespace: "elsewhere".to_owned(), ..ProcessId::own() }).is_err());
+        assert!(Process::find(&ProcessId { namespace: "elsewhere".into(), ..ProcessId::own() }).is_err());
     }
 }

@@ -3,6 +3,7 @@
 use std::io;
 
 use crate::error::LinkDown;
+use crate::sync::{AtomicUsize, Ordering};
 use crate::sys::limits;
 
 /// The error of opening a stream, of which those to a peer have so many connections. If this process lacks a resource, the stream
@@ -27,7 +28,43 @@ pub(crate) fn describe(error: &io::Error, size: usize, streams: usize) -> String
 /// How many file descriptors a communicator of `size` ranks takes at most, whose streams have so many connections each
 /// (`tcp_streams`).
 pub fn descriptors(size: usize, streams: usize) -> usize {
-    OWN_DESCRIPTORS + size.saturating_sub(1) * streams * PEER_DESCRIPTORS
+    OWN_DESCRIPTORS + of_peers(size, streams)
+}
+
+fn of_peers(size: usize, streams: usize) -> usize {
+    size.saturating_sub(1) * streams * PEER_DESCRIPTORS
+}
+
+/// What the streams of this process's communicators take if each talks to all of its peers, over connections of its own.
+static CLAIMED: AtomicUsize = AtomicUsize::new(0);
+
+/// One communicator's part of the descriptors that all of this process may come to have for their streams, until it is dropped.
+pub(crate) struct Claim(usize);
+
+impl Claim {
+    /// That of a communicator of `size` ranks, whose streams have so many connections each.
+    pub(crate) fn new(size: usize, streams: usize) -> Claim {
+        let part = of_peers(size, streams);
+        // Relaxed, here and below: the number stands alone.
+        CLAIMED.fetch_add(part, Ordering::Relaxed);
+        Claim(part)
+    }
+
+    /// How many all have claimed.
+    pub(crate) fn total() -> usize {
+        CLAIMED.load(Ordering::Relaxed)
+    }
+
+    /// Whether so many are more than half of what the process may have for everything; none: without limit.
+    pub(crate) fn is_much(total: usize, limit: Option<u64>) -> bool {
+        limit.is_some_and(|limit| total as u64 > limit / 2)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        CLAIMED.fetch_sub(self.0, Ordering::Relaxed);
+    }
 }
 
 /// For each peer: a stream in each direction, of sockets. Those of shared memory mostly take none, but there is no telling before.
@@ -39,6 +76,12 @@ const OWN_DESCRIPTORS: usize = 48;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connections_are_shared_before_descriptors_run_out() {
+        assert!(!Claim::is_much(512, Some(1024)) && Claim::is_much(513, Some(1024)));
+        assert!(!Claim::is_much(1 << 30, None));
+    }
 
     #[test]
     fn each_connection_of_a_stream_takes_a_descriptor() {

@@ -101,7 +101,7 @@ fn all_ranks_get_the_same_table_with_one_store_call_each() {
             assert_eq!(bootstrap.secret, first.secret);
             assert_eq!(bootstrap.ranks, first.ranks);
             assert_eq!(bootstrap.ranks[rank].rank, Rank::from(rank));
-            assert_eq!(bootstrap.ranks[rank].addresses, own_address(rank));
+            assert_eq!(bootstrap.ranks[rank].addresses, own_address(rank).into());
         }
         assert_eq!(store.calls(), if size == 1 { (0, 0) } else { (1, size - 1) });
     }
@@ -120,7 +120,7 @@ fn in_a_large_world_the_table_goes_through_other_ranks() {
         let parts: Vec<_> = (0..SIZE).map(|rank| (rank, SIZE, posed(rank, settings))).collect();
         let outcomes = meet(&store, &parts);
         let ranks = &outcomes[0].as_ref().unwrap().ranks;
-        assert!(ranks.iter().enumerate().all(|(rank, info)| info.host_id == format!("host {}", rank / 8)));
+        assert!(ranks.iter().enumerate().all(|(rank, info)| *info.host_id == *format!("host {}", rank / 8)));
         for outcome in &outcomes {
             assert_eq!(outcome.as_ref().unwrap().ranks, *ranks);
         }

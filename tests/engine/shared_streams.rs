@@ -12,7 +12,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 #[test]
 fn collectives_over_shared_connections_are_right_and_the_flight_recorder_tells_of_each_peers_lane() {
     for wire in [Wire::Tcp, Wire::Tls, Wire::Mixed] {
-        world_hinted(wire, 3, LIMIT, &[("shared_streams", "true")], move |comm| {
+        world_hinted(wire, 3, LIMIT, &[("shared_streams", "on")], move |comm| {
             let me = comm.rank().0;
             for count in [0, 1, 1_000, 70_000, 1_500_000] {
                 let mut data: Vec<u32> = (0..count).map(|index: u32| index.wrapping_mul(me + 1)).collect();

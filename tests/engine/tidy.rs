@@ -101,7 +101,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
         "src/comm/bootstrap/",
         &[
             &["build", "groups"],
-            &["protocol", "tree"],
+            &["rank_info", "tree"],
+            &["protocol"],
             &["context", "roster", "server", "table"],
             &["reply"],
             &["leader", "relay"],

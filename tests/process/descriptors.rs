@@ -26,13 +26,13 @@ fn wires() -> impl Iterator<Item = Wire> {
     world::wires().into_iter().map(|wire| if wire == Wire::Mixed { Wire::Auto } else { wire })
 }
 
-/// Runs the test of this name in a child for each wire; what it then is there, in the child.
-fn in_child(test: &str) -> Option<Wire> {
+/// Runs the test of this name in a child for each of these wires; what it then is there, in the child.
+fn in_child(test: &str, mut wires: impl Iterator<Item = Wire>) -> Option<Wire> {
     if let Ok(wire) = std::env::var(VARIABLE) {
-        return wires().find(|known| format!("{known:?}") == wire);
+        return wires.find(|known| format!("{known:?}") == wire);
     }
     let _alone = alone();
-    for wire in wires() {
+    for wire in wires {
         let mut child = Command::new(std::env::current_exe().expect("this program"));
         child.args([&format!("descriptors::{test}"), "--exact", "--nocapture"]).env(VARIABLE, format!("{wire:?}"));
         assert!(child.status().expect("a child").success(), "{wire:?}");
@@ -62,7 +62,12 @@ fn allow(more: Option<usize>) {
         open.retain(|fd| fs::read_link(format!("/proc/self/fd/{fd}")).is_ok());
         current = (0..).filter(|number| !open.contains(number)).nth(more);
     }
-    setrlimit(Resource::Nofile, Rlimit { current, ..limit }).expect("a limit below the hard one");
+    set_limit(current);
+}
+
+fn set_limit(current: Option<u64>) {
+    let limit = Rlimit { current, ..getrlimit(Resource::Nofile) };
+    setrlimit(Resource::Nofile, limit).expect("a limit below the hard one");
 }
 
 pub(crate) fn exchange(comm: &Communicator, timeout: Duration) -> Result<(), Error> {
@@ -83,7 +88,7 @@ fn processor_time() -> Duration {
 
 #[test]
 fn a_lack_of_descriptors_is_an_error_of_its_own_and_passes() {
-    let Some(wire) = in_child("a_lack_of_descriptors_is_an_error_of_its_own_and_passes") else { return };
+    let Some(wire) = in_child("a_lack_of_descriptors_is_an_error_of_its_own_and_passes", wires()) else { return };
     // A stream takes one descriptor to open and one to accept; with a ring, one more for that. Whatever is there, somebody lacks one.
     let needed = if has_ring(wire) { 4 } else { 2 };
     for more in 0..needed {
@@ -115,7 +120,7 @@ fn a_lack_of_descriptors_is_an_error_of_its_own_and_passes() {
 
 #[test]
 fn a_caller_that_cannot_be_accepted_waits_and_no_thread_spins() {
-    let Some(wire) = in_child("a_caller_that_cannot_be_accepted_waits_and_no_thread_spins") else { return };
+    let Some(wire) = in_child("a_caller_that_cannot_be_accepted_waits_and_no_thread_spins", wires()) else { return };
     let (low, tried) = (Barrier::new(2), Barrier::new(2));
     world(wire, 2, move |comm| {
         // Rank 0 can open its stream, and then there is nothing left to accept it with.
@@ -135,6 +140,35 @@ fn a_caller_that_cannot_be_accepted_waits_and_no_thread_spins() {
         }
         tried.wait();
         run(comm, OpKind::Barrier, vec![], vec![]).expect("the communicator works on");
+    });
+}
+
+#[test]
+fn communicators_share_connections_before_descriptors_run_out() {
+    const SIZE: usize = 9;
+    let test = "communicators_share_connections_before_descriptors_run_out";
+    let Some(wire) = in_child(test, [Wire::Tcp].into_iter()) else { return };
+    let ready = Barrier::new(SIZE);
+    world(wire, SIZE, move |comm| {
+        // Of each communicator, nine ranks of this process could have connections to eight others, each way. Two of them could take
+        // less than half of the limit, and three more.
+        if ready.wait().is_leader() {
+            set_limit(Some(600));
+        }
+        let everyone: Vec<Rank> = (0..SIZE).map(Rank::from).collect();
+        let further = ["second", "third"].map(|name| {
+            ready.wait();
+            comm.split(&everyone, name).expect("all are there")
+        });
+        let lanes = |comm: &Communicator| -> Vec<bool> {
+            run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
+            let dump: serde_json::Value = serde_json::from_str(&comm.dump("asked for")).expect("JSON");
+            let peers = dump["peers"].as_array().expect("peers").iter();
+            peers.map(|peer| !peer["lane"].is_null()).collect()
+        };
+        let with_lanes = [comm, &further[0], &further[1]].map(|comm| lanes(comm).contains(&true));
+        assert_eq!(with_lanes, [false, false, true]);
+        run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
     });
 }
 

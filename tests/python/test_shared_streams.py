@@ -27,7 +27,7 @@ LENGTHS = (1, 1000, 30_000, 300_000)
 
 def sharing(**hints: str) -> dist.ProcessGroup:
     """A group that shares connections unless hints say otherwise."""
-    return dist.new_group(backend=BACKEND, pg_options=ncclx_rs.Options(hints={"shared_streams": "true"} | hints))
+    return dist.new_group(backend=BACKEND, pg_options=ncclx_rs.Options(hints={"shared_streams": "on"} | hints))
 
 
 def in_threads(works: Sequence[Callable[[], None]]) -> None:
@@ -176,7 +176,7 @@ def all_groups_name_a_rank_that_dies(rank: int, size: int) -> None:
 
 def ranks_with_different_settings_work(rank: int, size: int) -> None:
     """Each pair shares connections if both ranks have it set, and has connections of its own otherwise."""
-    groups = [sharing(shared_streams=str(rank % 2 == 0).lower()) for _ in range(3)]
+    groups = [sharing(shared_streams="on" if rank % 2 == 0 else "off") for _ in range(3)]
     groups.append(sharing(tcp_streams="2" if rank == 0 else "1"))
     groups.append(sharing(peer_timeout_seconds="20" if rank == 1 else "30"))
     groups.append(sharing())

@@ -1,5 +1,6 @@
 //! Fuzz targets of the bootstrap: the messages of both sides, and the record in the store.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::build::Build;
@@ -7,15 +8,17 @@ use super::context::JoinContext;
 use super::groups::Groups;
 use super::joiner;
 use super::protocol::{
-    Came, Host, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, RELAYED_BYTES_MAX, RankInfo,
-    Secret, TABLE_BYTES_MAX, frame_length,
+    Came, Host, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, RELAYED_BYTES_MAX, Secret,
+    TABLE_BYTES_MAX, frame_length,
 };
+use super::rank_info::{Common, RankInfo};
 use super::reply::{JoinReply, World};
 use super::roster::Roster;
 use crate::comm::framing::ReadBuffer;
 use crate::comm::store::Store;
 use crate::config::Config;
 use crate::fuzz_input::{Input, Wire};
+use crate::sync::Arc;
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::transport::auth::Binding;
@@ -160,19 +163,21 @@ fn keys() -> Keys {
 fn info(rank: u32) -> RankInfo {
     RankInfo {
         rank: Rank(rank),
-        host_id: "here".to_owned(),
-        addresses: [("tcp".to_owned(), b"{}".to_vec())].into(),
+        host_id: "here".into(),
+        addresses: BTreeMap::from([("tcp".to_owned(), b"{}".to_vec())]).into(),
         cpus: Cpus::default(),
-        build: Build {
-            version: "0".to_owned(),
-            sources: "0".to_owned(),
-            byte_order: "little".to_owned(),
-            pointer_bits: 64,
-        },
-        world_size: WORLD,
-        name: "fuzz".to_owned(),
         process: ProcessId::own(),
-        algorithm: None,
-        through_host: None,
+        common: Arc::new(Common {
+            build: Build {
+                version: "0".to_owned(),
+                sources: "0".to_owned(),
+                byte_order: "little".to_owned(),
+                pointer_bits: 64,
+            },
+            world_size: WORLD,
+            name: "fuzz".to_owned(),
+            algorithm: None,
+            through_host: None,
+        }),
     }
 }

@@ -12,9 +12,10 @@ use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootR
 use super::groups::Groups;
 use super::leader;
 use super::protocol::{
-    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, Place, RankInfo,
-    TABLE_BYTES_MAX, frame, frame_length, shared_secret,
+    Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, NONCE_BYTES, PROOF_BYTES, Place, TABLE_BYTES_MAX,
+    frame, frame_length, shared_secret,
 };
+use super::rank_info::RankInfo;
 use super::relay;
 use super::reply::{JoinReply, World};
 use super::tree::STAR_RANKS;

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord};
 use super::groups::Groups;
-use super::protocol::{Keys, RELAYED_BYTES_MAX, RankInfo, Relayed, TABLE_BYTES_MAX, frame, frame_length};
+use super::protocol::{Keys, RELAYED_BYTES_MAX, Relayed, TABLE_BYTES_MAX, frame, frame_length};
+use super::rank_info::RankInfo;
 use super::reply::JoinReply;
 use super::server::{Event, Server};
 use crate::comm::framing::{ReadBuffer, WriteBuffer};
@@ -121,9 +122,10 @@ fn relay(
 
 /// Why a rank cannot take part that has come to this leader, but is not of its group.
 fn stranger(context: &JoinContext<'_>, info: &RankInfo) -> String {
-    let RankInfo { rank, host_id: host, world_size: theirs, .. } = info;
+    let RankInfo { rank, host_id: host, common, .. } = info;
     let (own, size) = (context.rank, context.groups.size);
-    if *theirs as usize == size {
+    let theirs = common.world_size;
+    if theirs as usize == size {
         return format!("rank {rank} on host `{host}` came to rank {own}, which does not lead it");
     }
     format!("rank {rank} on host `{host}` has world size {theirs}, rank {own} has {size}")

@@ -10,8 +10,9 @@ use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootR
 use super::groups::Groups;
 use super::protocol::{
     Came, Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, Next, Place, RELAYED_BYTES_MAX,
-    RankInfo, Relayed, frame,
+    Relayed, frame,
 };
+use super::rank_info::RankInfo;
 use super::tests::{GROUPS, LONG, SIZE, config, info, with_context};
 use super::{Bootstrap, join_by, joiner, leader};
 use crate::comm::store::{MemoryStore, Store};

@@ -29,6 +29,7 @@ mod leader;
 mod leader_tests;
 mod measured;
 mod protocol;
+mod rank_info;
 mod relay;
 mod reply;
 mod root;
@@ -49,7 +50,8 @@ pub use context::ROOT_KEY;
 use groups::Groups;
 pub(crate) use measured::measure_start;
 use protocol::Host;
-pub use protocol::{Keys, RankInfo, Secret, shared_secret};
+pub use protocol::{Keys, Secret, shared_secret};
+pub use rank_info::{Addresses, Common, RankInfo};
 use reply::World;
 #[cfg(test)]
 pub(crate) use simulated::addresses_of;
@@ -60,6 +62,7 @@ use crate::comm::store::Store;
 use crate::config::Config;
 use crate::deadline::deadline_after;
 use crate::error::InitError;
+use crate::sync::Arc;
 use crate::sys::process::{self, ProcessId};
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -120,15 +123,17 @@ fn join_by(
         let (cpus, quota) = process::own_cpus();
         Ok(RankInfo {
             rank,
-            host_id: host.id.clone(),
-            addresses: addresses(keys)?,
+            host_id: host.id.as_str().into(),
+            addresses: addresses(keys)?.into(),
             process: ProcessId::own(),
             cpus: Cpus::new(cpus, quota).on_node(config.numa_node.number().filter(|_| config.numa_collectives)),
-            build: Build::own(),
-            world_size,
-            name: name.to_string(),
-            algorithm: config.algorithm.clone(),
-            through_host: Some(config.engine).filter(|engine| engine.goes_through_host()),
+            common: Arc::new(Common {
+                build: Build::own(),
+                world_size,
+                name: name.to_string(),
+                algorithm: config.algorithm.clone(),
+                through_host: Some(config.engine).filter(|engine| engine.goes_through_host()),
+            }),
         })
     };
     let (keys, World { ranks, tuning, scratch_bytes }) = if size == 1 {

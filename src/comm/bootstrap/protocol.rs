@@ -18,7 +18,6 @@
 //!
 //! The listener is rank 0, a leader, or a rank that passes the table on.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 
@@ -26,14 +25,12 @@ use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
-use super::build::Build;
 use super::groups::Groups;
-use crate::config::{Config, EngineChoice};
+use super::rank_info::{RankInfo, rank_number};
+use crate::config::Config;
 use crate::error::InitError;
 use crate::sys::net;
-use crate::sys::process::ProcessId;
 use crate::sys::random;
-use crate::topo::Cpus;
 use crate::transport::auth::Binding;
 pub use crate::transport::auth::Secret;
 use crate::types::Rank;
@@ -97,46 +94,6 @@ pub fn shared_secret(config: &Config) -> Result<Option<Secret>, InitError> {
             Some(of(job, "ncclx_rs job secret").derive("ncclx_rs group secret", of(group, "").bytes()))
         }
     })
-}
-
-/// What a rank tells all others about itself.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankInfo {
-    /// The rank.
-    #[serde(with = "rank_number")]
-    pub rank: Rank,
-    /// The host it runs on; ranks with equal identities share one.
-    pub host_id: String,
-    /// For each transport by name, what peers need to reach this rank.
-    pub addresses: BTreeMap<String, Vec<u8>>,
-    /// Its process, for ranks of the same host.
-    pub process: ProcessId,
-    /// The CPUs it may run on.
-    pub cpus: Cpus,
-    /// What it was built from.
-    pub build: Build,
-    /// The number of ranks it expects.
-    pub world_size: u32,
-    /// The communicator's name.
-    pub name: String,
-    /// The algorithm that its settings ask for. Rank 0's holds for all ranks; joining fails if another rank asks for another.
-    pub algorithm: Option<String>,
-    /// Its engine, where that has tensors of devices go through memory of the host.
-    pub through_host: Option<EngineChoice>,
-}
-
-pub(super) mod rank_number {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    use crate::types::Rank;
-
-    pub(crate) fn serialize<S: Serializer>(rank: &Rank, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_u32(rank.0)
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Rank, D::Error> {
-        u32::deserialize(deserializer).map(Rank)
-    }
 }
 
 /// The joiner's message after its proof: who it is, or why it cannot join.

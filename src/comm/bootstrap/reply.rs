@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::context::JoinFailure;
 use super::groups::Groups;
-use super::protocol::{Place, RankInfo, TABLE_BYTES_MAX, frame, frame_length, framed, rank_number};
+use super::protocol::{Place, TABLE_BYTES_MAX, frame, frame_length, framed};
+use super::rank_info::{RankInfo, rank_number};
 use super::table;
 use super::tree::Tree;
 use crate::algo::Tuning;
@@ -28,7 +29,7 @@ pub(super) struct World {
 impl World {
     /// From whom each rank gets the table of these ranks.
     pub(super) fn tree(&self, groups: Groups) -> Tree {
-        Tree::over(self.ranks.iter().map(|info| info.host_id.as_str()), groups)
+        Tree::over(self.ranks.iter().map(|info| &*info.host_id), groups)
     }
 }
 

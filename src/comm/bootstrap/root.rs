@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use super::context::{JoinContext, JoinFailure, REPLY_TIMEOUT, RootAddress, RootRecord};
 use super::groups::Groups;
-use super::protocol::{Joiner, Keys, Place, RankInfo, shared_secret};
+use super::protocol::{Joiner, Keys, Place, shared_secret};
+use super::rank_info::RankInfo;
 use super::reply::{JoinReply, World};
 use super::roster::Roster;
 use super::server::{Event, Server};
@@ -123,7 +124,7 @@ fn prepare(
     let (listener, place) = context.listen()?;
     let address = RootAddress {
         place,
-        world_size: own.world_size,
+        world_size: own.common.world_size,
         timeout: context.config.connect_timeout,
         keys: published,
         uses_job_secret: shared.is_some(),

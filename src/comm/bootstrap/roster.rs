@@ -1,6 +1,6 @@
 //! Which ranks have joined, and whether they fit together: the root's decisions, without a socket.
 
-use super::protocol::RankInfo;
+use super::rank_info::{Common, RankInfo};
 use crate::config::EngineChoice;
 use crate::types::Rank;
 
@@ -14,37 +14,41 @@ pub(super) struct Roster {
 impl Roster {
     /// A roster for the world size that rank 0 expects, with rank 0 in it.
     pub(super) fn new(root: RankInfo) -> Self {
-        let mut ranks = vec![None; root.world_size as usize];
+        let mut ranks = vec![None; root.common.world_size as usize];
         ranks[0] = Some(root);
         Roster { lacking: ranks.len() - 1, ranks }
     }
 
     /// Adds a rank. The error says in what it differs from rank 0.
-    pub(super) fn add(&mut self, info: RankInfo) -> Result<(), String> {
+    pub(super) fn add(&mut self, mut info: RankInfo) -> Result<(), String> {
         let root = self.ranks[0].as_ref().expect("rank 0 is there from the start");
         let differ = |what: &str, theirs: &str, ours: &str| {
             Err(format!("rank {} on host `{}` has {what} {theirs}, rank 0 has {ours}", info.rank, info.host_id))
         };
-        if info.build != root.build {
-            return differ("build", &info.build.to_string(), &root.build.to_string());
+        let (theirs, ours) = (&info.common, &root.common);
+        if theirs.build != ours.build {
+            return differ("build", &theirs.build.to_string(), &ours.build.to_string());
         }
-        if info.world_size != root.world_size {
-            return differ("world size", &info.world_size.to_string(), &root.world_size.to_string());
+        if theirs.world_size != ours.world_size {
+            return differ("world size", &theirs.world_size.to_string(), &ours.world_size.to_string());
         }
-        if info.name != root.name {
-            return differ("communicator name", &format!("`{}`", info.name), &format!("`{}`", root.name));
+        if theirs.name != ours.name {
+            return differ("communicator name", &format!("`{}`", theirs.name), &format!("`{}`", ours.name));
         }
-        if info.algorithm.is_some() && info.algorithm != root.algorithm {
-            let algorithm = |info: &RankInfo| format!("`{}`", info.algorithm.as_deref().unwrap_or("auto"));
-            return differ("algorithm", &algorithm(&info), &algorithm(root));
+        if theirs.algorithm.is_some() && theirs.algorithm != ours.algorithm {
+            let algorithm = |common: &Common| format!("`{}`", common.algorithm.as_deref().unwrap_or("auto"));
+            return differ("algorithm", &algorithm(theirs), &algorithm(ours));
         }
-        if info.through_host != root.through_host {
-            let engine = |info: &RankInfo| info.through_host.map_or("another", EngineChoice::name);
-            let told = info.through_host.or(root.through_host).map_or("", EngineChoice::name);
-            return differ("the engine", engine(&info), engine(root))
+        if theirs.through_host != ours.through_host {
+            let engine = |common: &Common| common.through_host.map_or("another", EngineChoice::name);
+            let told = theirs.through_host.or(ours.through_host).map_or("", EngineChoice::name);
+            return differ("the engine", engine(theirs), engine(ours))
                 .map_err(|text| format!("{text}: engine={told} is set on all ranks or on none"));
         }
-        let (rank, host, size) = (info.rank, &info.host_id, root.world_size);
+        if theirs == ours {
+            info.common = ours.clone();
+        }
+        let (rank, host, size) = (info.rank, &info.host_id, self.ranks.len());
         match self.ranks.get_mut(rank.index()) {
             None => Err(format!("rank {rank} on host `{host}` is beyond the world size {size}")),
             Some(Some(first)) => {
@@ -80,23 +84,28 @@ impl Roster {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use crate::comm::bootstrap::build::Build;
+    use crate::sync::Arc;
     use crate::sys::process::ProcessId;
     use crate::topo::Cpus;
 
     fn info(rank: u32, build: Build) -> RankInfo {
         RankInfo {
             rank: Rank(rank),
-            host_id: "there".to_owned(),
-            addresses: [].into(),
+            host_id: "there".into(),
+            addresses: BTreeMap::new().into(),
             process: ProcessId::own(),
             cpus: Cpus::default(),
-            build,
-            world_size: 2,
-            name: "test".to_owned(),
-            algorithm: None,
-            through_host: None,
+            common: Arc::new(Common {
+                build,
+                world_size: 2,
+                name: "test".to_owned(),
+                algorithm: None,
+                through_host: None,
+            }),
         }
     }
 
@@ -125,8 +134,11 @@ mod tests {
             ([None, mixed], "mixed, rank 0 has another", "mixed"),
             ([host, mixed], "mixed, rank 0 has host", "mixed"),
         ] {
-            let [root, other] =
-                [0, 1].map(|rank| RankInfo { through_host: choices[rank as usize], ..info(rank, Build::own()) });
+            let [root, other] = [0, 1].map(|rank| {
+                let mut info = info(rank, Build::own());
+                Arc::make_mut(&mut info.common).through_host = choices[rank as usize];
+                info
+            });
             let cause = Roster::new(root).add(other).expect_err("it differs");
             let expected =
                 format!("rank 1 on host `there` has the engine {engines}: engine={told} is set on all ranks");

@@ -12,8 +12,9 @@ use super::groups::Groups;
 use super::leader;
 use super::protocol::{
     Host, INFO_BYTES_MAX, JoinRequest, Joiner, JoinerState, Keys, ListenerState, NONCE_BYTES, Next, PROOF_BYTES, Place,
-    RELAYED_BYTES_MAX, RankInfo, Relayed, frame,
+    RELAYED_BYTES_MAX, Relayed, frame,
 };
+use super::rank_info::{Common, RankInfo};
 use super::reply::{JoinReply, World as Ranks};
 use super::root;
 use super::table;
@@ -21,6 +22,7 @@ use super::tree::STAR_RANKS;
 use crate::algo::{ScratchLimit, Tuning};
 use crate::schedule::StepId;
 use crate::simulate::{Model, Report, SimulateError, Start, Task, Tasks, World, simulate_tasks};
+use crate::sync::Arc;
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -45,15 +47,17 @@ pub(super) fn imagined(world: &World, rank: usize) -> Joiner {
     let here = Host { id: id.clone(), machine: id };
     let info = RankInfo {
         rank: Rank::from(rank),
-        host_id: here.id.clone(),
-        addresses: addresses_of(rank, host),
+        host_id: here.id.as_str().into(),
+        addresses: addresses_of(rank, host).into(),
         process: ProcessId::imagined(here.id.replace("net:", "pid:"), 4000 + number as i32),
         cpus: Cpus::new((0..8).map(|cpu| (8 * number + cpu) as u32), None),
-        build: Build::own(),
-        world_size: world.ranks() as u32,
-        name: "default_pg".to_owned(),
-        algorithm: None,
-        through_host: None,
+        common: Arc::new(Common {
+            build: Build::own(),
+            world_size: world.ranks() as u32,
+            name: "default_pg".to_owned(),
+            algorithm: None,
+            through_host: None,
+        }),
     };
     let place = Place { host: here, addresses: vec![network(host)], port: port(rank) };
     Joiner { info, place: (world.ranks() > STAR_RANKS).then_some(place) }

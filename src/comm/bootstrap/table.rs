@@ -13,27 +13,17 @@
 //!
 //! A number is as long as it needs to be: seven bits a byte, the lowest first, and another byte follows one of 128 or more.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
-use super::build::Build;
-use super::protocol::{INFO_BYTES_MAX, RankInfo, TABLE_BYTES_MAX};
-use crate::config::EngineChoice;
+use super::protocol::{INFO_BYTES_MAX, TABLE_BYTES_MAX};
+use super::rank_info::{Addresses, Common, RankInfo};
+use crate::sync::Arc;
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
-
-/// What ranks that fit together have in common, as a rule.
-#[derive(Serialize, Deserialize)]
-struct Common {
-    build: Build,
-    world_size: u32,
-    name: String,
-    algorithm: Option<String>,
-    through_host: Option<EngineChoice>,
-}
 
 /// A rank without its number and its host.
 #[derive(Clone, Default, PartialEq)]
@@ -44,16 +34,9 @@ const LEADING: usize = 4;
 
 impl Fields {
     fn of(info: &RankInfo) -> Fields {
-        let json = |value: Result<Vec<u8>, serde_json::Error>| value.expect("numbers and texts are JSON");
-        let RankInfo { build, world_size, name, algorithm, through_host, .. } = info.clone();
-        let transports: Vec<&String> = info.addresses.keys().collect();
-        let leading = [
-            json(serde_json::to_vec(&Common { build, world_size, name, algorithm, through_host })),
-            json(serde_json::to_vec(&info.cpus)),
-            json(serde_json::to_vec(&info.process)),
-            json(serde_json::to_vec(&transports)),
-        ];
-        Fields(leading.into_iter().chain(info.addresses.values().cloned()).collect())
+        let RankInfo { common, cpus, process, addresses, .. } = info;
+        let leading = [json(common), json(cpus), json(process), json(addresses.transports())];
+        Fields(leading.into_iter().chain(addresses.all().map(<[u8]>::to_vec)).collect())
     }
 
     /// The field at this place; empty if there is none.
@@ -61,13 +44,52 @@ impl Fields {
         self.0.get(place).map_or(&[], Vec::as_slice)
     }
 
-    fn info(&self, rank: Rank, host_id: String) -> Result<RankInfo, String> {
-        let Common { build, world_size, name, algorithm, through_host } = parsed(self.get(0))?;
-        let (cpus, process): (Cpus, ProcessId) = (parsed(self.get(1))?, parsed(self.get(2))?);
-        let transports: Vec<String> = parsed(self.get(3))?;
-        let addresses: BTreeMap<String, Vec<u8>> = transports.into_iter().zip(self.0[LEADING..].to_vec()).collect();
-        Ok(RankInfo { rank, host_id, addresses, process, cpus, build, world_size, name, algorithm, through_host })
+    /// Makes the field at this place, behind those before it, what comes next. False: it is as it was.
+    fn update(&mut self, place: usize, rest: &mut &[u8]) -> Result<bool, String> {
+        if place == self.0.len() {
+            self.0.push(vec![]);
+        }
+        let Some(field) = take_difference(rest, &self.0[place])? else { return Ok(false) };
+        self.0[place] = field;
+        Ok(true)
     }
+
+    /// The same, and what the field says. `before` is what it said.
+    fn read<T: Clone + DeserializeOwned>(
+        &mut self,
+        place: usize,
+        rest: &mut &[u8],
+        before: Option<&T>,
+    ) -> Result<T, String> {
+        let differs = self.update(place, rest)?;
+        before.filter(|_| !differs).map_or_else(|| parsed(&self.0[place]), |before| Ok(before.clone()))
+    }
+
+    /// The next rank, by the rank that these are the fields of.
+    fn next(
+        &mut self,
+        rank: Rank,
+        host_id: Arc<str>,
+        before: Option<&RankInfo>,
+        rest: &mut &[u8],
+    ) -> Result<RankInfo, String> {
+        let common = self.read::<Arc<Common>>(0, rest, before.map(|info| &info.common))?;
+        let cpus = self.read::<Cpus>(1, rest, before.map(|info| &info.cpus))?;
+        let mut process = self.read::<ProcessId>(2, rest, before.map(|info| &info.process))?;
+        before.inspect(|info| process.share(&info.process));
+        let transports = self.read::<Arc<[String]>>(3, rest, before.map(|info| info.addresses.transports()))?;
+        let count = LEADING + transports.len();
+        for place in LEADING..count {
+            self.update(place, rest)?;
+        }
+        self.0.truncate(count);
+        let addresses = Addresses::new(transports, self.0[LEADING..].iter().map(Vec::as_slice));
+        Ok(RankInfo { rank, host_id, addresses, process, cpus, common })
+    }
+}
+
+fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("numbers and texts are JSON")
 }
 
 fn parsed<T: DeserializeOwned>(json: &[u8]) -> Result<T, String> {
@@ -77,22 +99,19 @@ fn parsed<T: DeserializeOwned>(json: &[u8]) -> Result<T, String> {
 /// The ranks that later ones are told by: the last one of each host, and the last one.
 #[derive(Default)]
 struct Before {
-    of_host: Vec<Fields>,
+    of_host: Vec<(Option<usize>, Fields)>,
     last: usize,
 }
 
 impl Before {
-    /// What the next rank, of this host, is told by.
-    fn get(&self, host: usize) -> Fields {
-        self.of_host.get(host).or_else(|| self.of_host.get(self.last)).cloned().unwrap_or_default()
-    }
-
-    fn set(&mut self, host: usize, fields: Fields) {
-        match self.of_host.get_mut(host) {
-            Some(before) => *before = fields,
-            None => self.of_host.push(fields),
+    /// The rank that the next one, of this host, is told by, and its fields, which become those of the next.
+    fn next(&mut self, host: usize, rank: usize) -> (Option<usize>, &mut Fields) {
+        if host == self.of_host.len() {
+            self.of_host.push(self.of_host.get(self.last).cloned().unwrap_or_default());
         }
         self.last = host;
+        let (before, fields) = &mut self.of_host[host];
+        (before.replace(rank), fields)
     }
 }
 
@@ -102,7 +121,7 @@ pub(super) fn encode(ranks: &[RankInfo]) -> Result<Vec<u8>, String> {
     let (mut hosts, mut before): (HashMap<&str, usize>, Before) = Default::default();
     let mut budget = Budget(TABLE_BYTES_MAX);
     put_number(&mut bytes, ranks.len());
-    for info in ranks {
+    for (rank, info) in ranks.iter().enumerate() {
         let next = hosts.len();
         let host = *hosts.entry(&info.host_id).or_insert(next);
         put_number(&mut bytes, host);
@@ -110,10 +129,10 @@ pub(super) fn encode(ranks: &[RankInfo]) -> Result<Vec<u8>, String> {
             put_number(&mut bytes, info.host_id.len());
             bytes.extend(info.host_id.as_bytes());
         }
-        let (fields, base) = (Fields::of(info), before.get(host));
+        let (fields, (_, base)) = (Fields::of(info), before.next(host, rank));
         budget.take(&info.host_id, &fields)?;
         fields.0.iter().enumerate().for_each(|(place, field)| put_difference(&mut bytes, base.get(place), field));
-        before.set(host, fields);
+        *base = fields;
     }
     Ok(bytes)
 }
@@ -126,35 +145,25 @@ pub(super) fn fits(info: &RankInfo, ranks: usize) -> Result<(), String> {
 /// The ranks of a table that is one, of `size` ranks. The error says what is wrong with it.
 pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Vec<RankInfo>, String> {
     let mut rest = bytes;
-    let (mut hosts, mut before): (Vec<String>, Before) = Default::default();
+    let (mut hosts, mut before): (Vec<Arc<str>>, Before) = Default::default();
     let mut budget = Budget(TABLE_BYTES_MAX);
     let count = take_number(&mut rest)?;
     if count != size {
         return Err(format!("it has {count} ranks, not {size}"));
     }
-    let mut ranks = Vec::new();
-    for rank in (0..size).map(Rank::from) {
+    let mut ranks: Vec<RankInfo> = Vec::new();
+    for rank in 0..size {
         let host = take_number(&mut rest)?;
         if host == hosts.len() {
             let length = take_number(&mut rest)?;
-            let name = String::from_utf8(take(&mut rest, length)?.to_vec());
-            hosts.push(name.map_err(|error| error.to_string())?);
+            let name = str::from_utf8(take(&mut rest, length)?);
+            hosts.push(name.map_err(|error| error.to_string())?.into());
         }
         let host_id = hosts.get(host).ok_or_else(|| format!("rank {rank} is of host {host}, which is none"))?;
-        let base = before.get(host);
-        let mut fields = Fields::default();
-        let mut count = LEADING;
-        while fields.0.len() < count {
-            let place = fields.0.len();
-            let field = take_difference(&mut rest, base.get(place))?;
-            fields.0.push(field);
-            if fields.0.len() == LEADING {
-                count += parsed::<Vec<String>>(fields.get(LEADING - 1))?.len();
-            }
-        }
-        budget.take(host_id, &fields)?;
-        ranks.push(fields.info(rank, host_id.clone())?);
-        before.set(host, fields);
+        let (told_by, fields) = before.next(host, rank);
+        let info = fields.next(Rank::from(rank), host_id.clone(), told_by.map(|before| &ranks[before]), &mut rest)?;
+        budget.take(host_id, fields)?;
+        ranks.push(info);
     }
     if rest.is_empty() { Ok(ranks) } else { Err(format!("{} bytes follow it", rest.len())) }
 }
@@ -189,12 +198,13 @@ fn put_difference(bytes: &mut Vec<u8>, base: &[u8], field: &[u8]) {
     bytes.extend(differing);
 }
 
-fn take_difference(rest: &mut &[u8], base: &[u8]) -> Result<Vec<u8>, String> {
-    let Some(length) = take_number(rest)?.checked_sub(1) else { return Ok(base.to_vec()) };
+/// What comes next and differs from `base`; none if it is the same.
+fn take_difference(rest: &mut &[u8], base: &[u8]) -> Result<Option<Vec<u8>>, String> {
+    let Some(length) = take_number(rest)?.checked_sub(1) else { return Ok(None) };
     let (before, after) = (take_number(rest)?, take_number(rest)?);
     let differing = take(rest, length)?;
     match (base.get(..before), base.len().checked_sub(after).and_then(|from| base.get(from..))) {
-        (Some(before), Some(after)) => Ok([before, differing, after].concat()),
+        (Some(before), Some(after)) => Ok(Some([before, differing, after].concat())),
         _ => Err("it refers to bytes that are not there".to_owned()),
     }
 }
@@ -230,9 +240,13 @@ const NUMBER_BYTES_MAX: usize = 4;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::comm::bootstrap::build::Build;
+    use crate::config::EngineChoice;
 
     /// Rank `rank` of `size` with eight on each host, bound to a core each, as ranks of a real job describe themselves.
     fn real(rank: usize, size: usize) -> RankInfo {
@@ -252,21 +266,23 @@ mod tests {
         );
         RankInfo {
             rank: Rank::from(rank),
-            host_id: format!("{boot}/4026531840"),
-            addresses: [
+            host_id: format!("{boot}/4026531840").into(),
+            addresses: BTreeMap::from([
                 ("shm".to_owned(), token(4 * rank)),
                 ("shm failure detector".to_owned(), token(4 * rank + 2)),
                 ("tcp".to_owned(), address(port(2 * rank))),
                 ("tcp failure detector".to_owned(), address(port(2 * rank + 1))),
-            ]
+            ])
             .into(),
             process: serde_json::from_str(&process).expect("a process"),
             cpus: Cpus::new([rank as u32 % 8], None),
-            build: Build::own(),
-            world_size: size as u32,
-            name: "default_pg".to_owned(),
-            algorithm: None,
-            through_host: None,
+            common: Arc::new(Common {
+                build: Build::own(),
+                world_size: size as u32,
+                name: "default_pg".to_owned(),
+                algorithm: None,
+                through_host: None,
+            }),
         }
     }
 
@@ -286,13 +302,15 @@ mod tests {
     fn ranks_that_have_little_in_common_are_told_as_well() {
         let mut ranks: Vec<RankInfo> = (0..6).map(|rank| real(7 * rank, 6)).collect();
         ranks.iter_mut().enumerate().for_each(|(rank, info)| info.rank = Rank::from(rank));
-        ranks[1].addresses.clear();
-        ranks[2].host_id = String::new();
-        ranks[3].algorithm = Some("ring".to_owned());
-        ranks[3].through_host = Some(EngineChoice::Mixed);
+        ranks[1].addresses = BTreeMap::new().into();
+        ranks[2].host_id = "".into();
+        let common = Arc::make_mut(&mut ranks[3].common);
+        (common.algorithm, common.through_host) = (Some("ring".to_owned()), Some(EngineChoice::Mixed));
         ranks[3].host_id = ranks[0].host_id.clone();
-        ranks[4].addresses.insert("another".to_owned(), vec![7; 300]);
-        ranks[5].name = "ä".repeat(100);
+        let mut addresses = BTreeMap::from(ranks[4].addresses.clone());
+        addresses.insert("another".to_owned(), vec![7; 300]);
+        ranks[4].addresses = addresses.into();
+        Arc::make_mut(&mut ranks[5].common).name = "ä".repeat(100);
         assert_eq!(decode(&encode(&ranks).expect("short enough"), 6), Ok(ranks));
     }
 
@@ -321,7 +339,7 @@ mod tests {
     fn a_short_table_of_long_descriptions_is_refused() {
         let size = TABLE_BYTES_MAX / INFO_BYTES_MAX + 20;
         let long = |rank: usize, bytes: usize| RankInfo {
-            addresses: [("tcp".to_owned(), vec![7; bytes])].into(),
+            addresses: BTreeMap::from([("tcp".to_owned(), vec![7; bytes])]).into(),
             ..real(rank % 8, size)
         };
         let ranks: Vec<RankInfo> = (0..size).map(|rank| long(rank, INFO_BYTES_MAX - 1000)).collect();
@@ -349,7 +367,7 @@ mod tests {
             let mut bytes = Vec::new();
             put_difference(&mut bytes, &base, &field);
             let mut rest = bytes.as_slice();
-            prop_assert_eq!(take_difference(&mut rest, &base), Ok(field));
+            prop_assert_eq!(take_difference(&mut rest, &base).map(|differs| differs.unwrap_or(base)), Ok(field));
             prop_assert!(rest.is_empty());
         }
 

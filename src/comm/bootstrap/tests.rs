@@ -9,7 +9,8 @@ use super::build::Build;
 use super::context::JoinContext;
 use super::groups::Groups;
 use super::joiner;
-use super::protocol::{Host, INFO_BYTES_MAX, JoinRequest, Joiner, Keys, RankInfo, frame};
+use super::protocol::{Host, INFO_BYTES_MAX, JoinRequest, Joiner, Keys, frame};
+use super::rank_info::{Common, RankInfo};
 use super::relay;
 use super::reply::{JoinReply, World};
 use super::server::{Event, Server};
@@ -19,7 +20,7 @@ use crate::algo::Tuning;
 use crate::comm::store::{MemoryStore, Store};
 use crate::config::Config;
 use crate::error::InitError;
-use crate::sync::{AtomicBool, Ordering};
+use crate::sync::{Arc, AtomicBool, Ordering};
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -60,15 +61,17 @@ pub(super) fn with_context<T>(
 pub(super) fn info(rank: usize, host: &Host) -> RankInfo {
     RankInfo {
         rank: Rank::from(rank),
-        host_id: host.id.clone(),
-        addresses: BTreeMap::new(),
+        host_id: host.id.as_str().into(),
+        addresses: BTreeMap::new().into(),
         process: ProcessId::own(),
         cpus: Cpus::default(),
-        build: Build::own(),
-        world_size: SIZE as u32,
-        name: "test".to_owned(),
-        algorithm: None,
-        through_host: None,
+        common: Arc::new(Common {
+            build: Build::own(),
+            world_size: SIZE as u32,
+            name: "test".to_owned(),
+            algorithm: None,
+            through_host: None,
+        }),
     }
 }
 

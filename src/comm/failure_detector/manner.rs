@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::comm::bootstrap::shared_secret;
 use crate::config::{Config, TransportChoice};
 use crate::error::InitError;
+use crate::sync::Arc;
 use crate::sys::process::ProcessId;
 use crate::transport::tls;
 
@@ -56,6 +57,6 @@ impl Manner {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Way {
     pub(super) process: ProcessId,
-    pub(super) host_id: String,
+    pub(super) host_id: Arc<str>,
     pub(super) manner: Manner,
 }

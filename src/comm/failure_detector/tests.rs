@@ -79,7 +79,7 @@ impl Process {
     ) -> Member {
         let peer = Rank(1 - self.number);
         let process = ProcessId::imagined("nowhere".to_owned(), peer.0 as i32);
-        let way = Way { process, host_id: "host".to_owned(), manner: manner.clone() };
+        let way = Way { process, host_id: "host".into(), manner: manner.clone() };
         let connector = Connector::new([Route { transport: 0, address }]);
         let monitors = vec![PeerMonitor::new(peer, 2, connector, way)];
         let state = DetectorState::new(identity, manner.protection.clone(), vec![Box::new(transport)], monitors);
@@ -392,7 +392,7 @@ fn a_connection_is_used_as_soon_as_it_is_open() {
 fn an_opening_that_fails_is_no_end_of_a_neighbour_that_is_heard() {
     let route = || Route { transport: 0, address: vec![] };
     let process = ProcessId::imagined("nowhere".to_owned(), 1);
-    let way = Way { process, host_id: "host".to_owned(), manner: manner(|_| {}) };
+    let way = Way { process, host_id: "host".into(), manner: manner(|_| {}) };
     let later = |begin: Instant| begin + Duration::from_secs(1);
     for (has_opened, is_lost) in [(false, false), (true, true)] {
         let mut monitor = PeerMonitor::new(Rank(1), 2, Connector::new([route(), route()]), way.clone());
