@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::algo::{ScratchLimit, put};
 use crate::buffer::{Buffer, Memory};
-use crate::comm::bootstrap::{self, Bootstrap, Keys};
+use crate::comm::bootstrap::{self, Bootstrap, Keys, RankInfo};
 use crate::comm::check::{self, Checked, RankAndSize};
 use crate::comm::device::DeviceSide;
 use crate::comm::failure_detector::{DetectorThread, FailureDetector, Findings, Manner, neighbours};
@@ -150,11 +150,14 @@ impl Communicator {
         let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
         let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
-        let claim = Claim::new(size, config.tcp_streams.get());
+        let mut claim = Claim::new(size - 1, config.tcp_streams.get());
         let shares = match config.shared_streams {
             Switch::Auto => Claim::is_much(Claim::total(), limits::descriptors()),
             fixed => fixed == Switch::On,
         };
+        if shares && config.shared_streams == Switch::Auto {
+            log::info!("communicator `{name}` shares TCP connections, before this process's descriptors run out");
+        }
         let shared = shares.then(|| manner.key());
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
@@ -180,18 +183,24 @@ impl Communicator {
         let nodes: Vec<Option<u32>> = ranks.iter().map(|info| info.cpus.node()).collect();
         let topo = Topology::new(&hosts).on_nodes(&nodes);
         transports.settle(&name, &topo);
-        let routes = |opened: &Transports, peer| opened.routes(&name, rank, &topo, &ranks, &config, peer);
-        let neighbours = neighbours(rank, size).into_iter().map(|peer| Ok((peer, routes(&detector_transports, peer)?)));
+        let own = ranks[rank.index()].clone();
+        let routes = |opened: &Transports, peer: &RankInfo| opened.routes(&name, &own, &topo, &config, peer);
+        let neighbours = neighbours(rank, size).into_iter().map(|peer| &ranks[peer.index()]);
+        let neighbours = neighbours.map(|peer| Ok((peer.clone(), routes(&detector_transports, peer)?)));
         let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
-        let mut directory = Directory::default();
-        for peer in (0..size).map(Rank::from) {
-            directory.push(&if peer == rank { vec![] } else { routes(&transports, peer)? });
-        }
         let here = &topo.hosts()[topo.host_of(rank)];
+        if config.transport.has_shm() {
+            claim = Claim::new(size - here.len(), config.tcp_streams.get());
+        }
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
         let oversubscribed = here.len() > cores;
         let cpus = |rank: &Rank| &ranks[rank.index()].cpus;
         let team = Team::chosen(config.threads, || cpus(&rank).share(here.iter().map(cpus)));
+        // One after the other, so that of a large world never both are in memory whole.
+        let mut directory = Directory::default();
+        for peer in ranks {
+            directory.push(&if peer.rank == rank { vec![] } else { routes(&transports, &peer)? });
+        }
         let home = config.numa_node.number().map(Home::at);
         let polling = Polling { time: config.spin.duration(oversubscribed), yield_when_idle: oversubscribed };
         if log::log_enabled!(log::Level::Info) {
@@ -218,8 +227,7 @@ impl Communicator {
         let mut engine = Engine::new(name.clone(), rank, topo, transports, find_routes, watcher);
         engine.id = comm_id.iter().map(|byte| format!("{byte:02x}")).collect();
         engine.context.recorder = Recorder::new(config.flight_recorder_size);
-        let host_id = &ranks[rank.index()].host_id;
-        let device = DeviceSide::new(&config, host_id);
+        let device = DeviceSide::new(&config, &own.host_id);
         engine.home = home;
         engine.dump_directory = config.dump_directory.map(PathBuf::from);
         engine.context.rndv.eager_bytes = config.eager_bytes.get();
@@ -237,7 +245,7 @@ impl Communicator {
         let start_detector = || {
             let transports = detector_transports.into_transports();
             let identity = Identity { comm: comm_id, me: rank, size, secret };
-            FailureDetector::start(identity, &manner, &ranks, transports, neighbours, thread, report_to(&driver))
+            FailureDetector::start(identity, &manner, transports, neighbours, thread, report_to(&driver))
         };
         let detector = (size > 1).then(start_detector).transpose();
         let detector = detector.map_err(|cause| os("the thread that watches for lost ranks", cause))?;

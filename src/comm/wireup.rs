@@ -200,25 +200,22 @@ impl Transports {
     pub(crate) fn routes(
         &self,
         name: &str,
-        me: Rank,
+        own: &RankInfo,
         topo: &Topology,
-        ranks: &[RankInfo],
         config: &Config,
-        peer: Rank,
+        peer: &RankInfo,
     ) -> Result<Vec<Route>, InitError> {
         let candidates = self.transports.iter().enumerate();
-        let reaching = candidates.filter(|(_, entry)| entry.locality.has(topo.same_host(me, peer)));
+        let reaching = candidates.filter(|(_, entry)| entry.locality.has(topo.same_host(own.rank, peer.rank)));
         let route = |(transport, entry): (usize, &Entry)| {
-            let address = ranks[peer.index()].addresses.get(&entry.key())?.to_vec();
+            let address = peer.addresses.get(&entry.key())?.to_vec();
             Some(Route { transport, address })
         };
         let routes: Vec<Route> = reaching.filter_map(route).collect();
         if routes.is_empty() {
             return Err(InitError::Config(format!(
-                "communicator `{name}`: transport {:?} does not reach rank {peer} on host `{}` from rank {me} on host `{}`",
-                config.transport,
-                ranks[peer.index()].host_id,
-                ranks[me.index()].host_id,
+                "communicator `{name}`: transport {:?} does not reach rank {} on host `{}` from rank {} on host `{}`",
+                config.transport, peer.rank, peer.host_id, own.rank, own.host_id,
             )));
         }
         Ok(routes)

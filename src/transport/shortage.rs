@@ -28,11 +28,11 @@ pub(crate) fn describe(error: &io::Error, size: usize, streams: usize) -> String
 /// How many file descriptors a communicator of `size` ranks takes at most, whose streams have so many connections each
 /// (`tcp_streams`).
 pub fn descriptors(size: usize, streams: usize) -> usize {
-    OWN_DESCRIPTORS + of_peers(size, streams)
+    OWN_DESCRIPTORS + of_peers(size.saturating_sub(1), streams)
 }
 
-fn of_peers(size: usize, streams: usize) -> usize {
-    size.saturating_sub(1) * streams * PEER_DESCRIPTORS
+fn of_peers(peers: usize, streams: usize) -> usize {
+    peers * streams * PEER_DESCRIPTORS
 }
 
 /// What the streams of this process's communicators take if each talks to all of its peers, over connections of its own.
@@ -42,9 +42,9 @@ static CLAIMED: AtomicUsize = AtomicUsize::new(0);
 pub(crate) struct Claim(usize);
 
 impl Claim {
-    /// That of a communicator of `size` ranks, whose streams have so many connections each.
-    pub(crate) fn new(size: usize, streams: usize) -> Claim {
-        let part = of_peers(size, streams);
+    /// That of a communicator with so many peers, whose streams have so many connections each.
+    pub(crate) fn new(peers: usize, streams: usize) -> Claim {
+        let part = of_peers(peers, streams);
         // Relaxed, here and below: the number stands alone.
         CLAIMED.fetch_add(part, Ordering::Relaxed);
         Claim(part)

@@ -166,8 +166,11 @@ fn communicators_share_connections_before_descriptors_run_out() {
             let peers = dump["peers"].as_array().expect("peers").iter();
             peers.map(|peer| !peer["lane"].is_null()).collect()
         };
-        let with_lanes = [comm, &further[0], &further[1]].map(|comm| lanes(comm).contains(&true));
-        assert_eq!(with_lanes, [false, false, true]);
+        let shares = |comm: &Communicator| lanes(comm).contains(&true);
+        assert_eq!([comm, &further[0], &further[1]].map(shares), [false, false, true]);
+        further.into_iter().for_each(drop);
+        ready.wait();
+        assert!(!shares(&comm.split(&everyone, "in place of them").expect("all are there")));
         run(comm, OpKind::Barrier, vec![], vec![]).expect("all are there");
     });
 }

@@ -151,7 +151,7 @@ pub(super) fn decode(bytes: &[u8], size: usize) -> Result<Vec<RankInfo>, String>
     if count != size {
         return Err(format!("it has {count} ranks, not {size}"));
     }
-    let mut ranks: Vec<RankInfo> = Vec::new();
+    let mut ranks: Vec<RankInfo> = Vec::with_capacity(size);
     for rank in 0..size {
         let host = take_number(&mut rest)?;
         if host == hosts.len() {

@@ -33,7 +33,6 @@ use crate::sync::{Arc, lock};
 use crate::sys::fork::Origin;
 use crate::transport::Transport;
 use crate::transport::auth::Identity;
-use crate::types::Rank;
 use manner::Way;
 use monitor::PeerMonitor;
 use notice::Notice;
@@ -53,27 +52,28 @@ pub(super) struct FailureDetector {
 }
 
 impl FailureDetector {
-    /// Starts to monitor the ranks that `routes` lead to. `report` gets what the detector finds, on the detector's thread; it
+    /// Starts to monitor the neighbours, which the routes lead to. `report` gets what the detector finds, on the detector's thread; it
     /// returns when it is to be called again although nothing has happened. Connections are shared with communicators of the
     /// same manner.
     pub(super) fn start(
         identity: Identity,
         manner: &Manner,
-        ranks: &[RankInfo],
         mut transports: Vec<Box<dyn Transport>>,
-        routes: Vec<(Rank, Vec<Route>)>,
+        neighbours: Vec<(RankInfo, Vec<Route>)>,
         thread: Arc<DetectorThread>,
         report: impl Fn(&Findings) -> Option<Instant> + Send + Sync + 'static,
     ) -> io::Result<FailureDetector> {
         // Monitoring is mutual, so ranks that this rank does not monitor do not connect.
-        let used: BTreeSet<usize> = routes.iter().flat_map(|(_, routes)| routes).map(|route| route.transport).collect();
+        let used: BTreeSet<usize> =
+            neighbours.iter().flat_map(|(_, routes)| routes).map(|route| route.transport).collect();
         let mut index = 0..;
         transports.retain(|_| index.next().is_some_and(|index| used.contains(&index)));
-        let monitors = routes.into_iter().map(|(peer, routes)| {
+        let size = identity.size;
+        let monitors = neighbours.into_iter().map(|(peer, routes)| {
             let reindex = |route: Route| Route { transport: used.range(..route.transport).count(), ..route };
-            let RankInfo { process, host_id, .. } = &ranks[peer.index()];
-            let way = Way { process: process.clone(), host_id: host_id.clone(), manner: manner.clone() };
-            PeerMonitor::new(peer, ranks.len(), Connector::new(routes.into_iter().map(reindex)), way)
+            let RankInfo { rank, process, host_id, .. } = peer;
+            let way = Way { process, host_id, manner: manner.clone() };
+            PeerMonitor::new(rank, size, Connector::new(routes.into_iter().map(reindex)), way)
         });
         let state = DetectorState::new(identity, manner.protection.clone(), transports, monitors.collect());
         let registration = thread.add(state, Box::new(report))?;

@@ -15,12 +15,20 @@ pub(crate) fn neighbours(me: Rank, size: usize) -> BTreeSet<Rank> {
     both_ways.map(|place| Rank::from(place % size)).filter(|rank| *rank != me).collect()
 }
 
+/// In a world of up to so many ranks all are neighbours.
+pub(super) const ALL_NEIGHBOURS: usize = 5;
+
+/// In how many steps a notice reaches all of so many ranks, at most.
+pub(super) fn steps_to_all(size: usize) -> usize {
+    size.isqrt() + 1
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     /// In how many steps a notice of rank 0 reaches all ranks.
-    fn steps_to_all(size: usize) -> usize {
+    fn steps_taken(size: usize) -> usize {
         let mut known = BTreeSet::from([Rank(0)]);
         for steps in 0.. {
             if known.len() == size {
@@ -35,7 +43,8 @@ mod tests {
     #[test]
     fn a_notice_reaches_all_ranks_in_few_steps() {
         for size in (1..70).chain([100, 500, 1000]) {
-            assert!(steps_to_all(size) <= size.isqrt() + 1, "{size} ranks: {} steps", steps_to_all(size));
+            assert_eq!(neighbours(Rank(0), size).len() == size - 1, size <= ALL_NEIGHBOURS, "{size} ranks");
+            assert!(steps_taken(size) <= steps_to_all(size), "{size} ranks: {} steps", steps_taken(size));
         }
     }
 

@@ -142,13 +142,14 @@ impl DetectorState {
             let notice = Notice::Departed(gone.clone());
             self.monitors.iter_mut().for_each(|monitor| monitor.send(&notice, links));
         }
-        Findings { departed, heartbeats: self.pass_on(heartbeats, links) }
+        Findings { departed, heartbeats: self.pass_on(heartbeats, links, now) }
     }
 
-    /// Passes the heartbeats that are new here on to the neighbours, and returns them.
-    pub(super) fn pass_on(&mut self, heartbeats: Vec<Heartbeat>, links: &mut Links) -> Vec<Heartbeat> {
+    /// Returns the heartbeats that are new here, and passes those that have waited long enough on to the neighbours.
+    pub(super) fn pass_on(&mut self, heartbeats: Vec<Heartbeat>, links: &mut Links, now: Instant) -> Vec<Heartbeat> {
         let new = self.gossip.filter(heartbeats.into_iter());
-        for heartbeat in &new {
+        self.gossip.hold(&new, self.identity.size, now);
+        for heartbeat in self.gossip.take_due(now) {
             for ranks in heartbeat.ranks.chunks(RANKS_MAX) {
                 let notice = Notice::Heartbeat(Heartbeat { ranks: ranks.to_vec(), ..heartbeat.clone() });
                 self.monitors.iter_mut().for_each(|monitor| monitor.send_if_room(&notice, links));
@@ -160,6 +161,7 @@ impl DetectorState {
     /// When to check again at the latest.
     pub(super) fn next_check(&self) -> Option<Instant> {
         let checks = self.monitors.iter().filter_map(PeerMonitor::next_check);
+        let checks = checks.chain(self.gossip.due());
         checks.chain(self.transports.iter().filter_map(|transport| transport.accepting_until())).min()
     }
 

@@ -132,7 +132,7 @@ impl Watch {
         self.links.disarm();
         for Entry { registration, state, .. } in self.entries.by_member.values_mut() {
             let own = std::mem::take(&mut *lock(&registration.own_heartbeats));
-            state.pass_on(own, &mut self.links);
+            state.pass_on(own, &mut self.links, now);
         }
         // What has ended is no way for a communicator that begins.
         self.write(now);
