@@ -116,8 +116,8 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     (
         "src/comm/failure_detector/",
         &[
-            &["neighbours", "notice", "gossip", "manner"],
-            &["envelope"],
+            &["neighbours", "notice", "manner"],
+            &["envelope", "gossip"],
             &["outgoing"],
             &["incoming"],
             &["links"],
