@@ -150,9 +150,10 @@ impl Communicator {
         let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
         let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
+        let has_shm = config.transport.has_shm() && config.transport.has_others_than_ucx();
         let mut claim = Claim::new(size - 1, config.tcp_streams.get());
         let shares = match config.shared_streams {
-            Switch::Auto => Claim::is_much(Claim::total(), limits::descriptors()),
+            Switch::Auto => size > 1 && Claim::is_much(Claim::total(), limits::descriptors()),
             fixed => fixed == Switch::On,
         };
         if shares && config.shared_streams == Switch::Auto {
@@ -189,7 +190,7 @@ impl Communicator {
         let neighbours = neighbours.map(|peer| Ok((peer.clone(), routes(&detector_transports, peer)?)));
         let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
         let here = &topo.hosts()[topo.host_of(rank)];
-        if config.transport.has_shm() {
+        if has_shm {
             claim = Claim::new(size - here.len(), config.tcp_streams.get());
         }
         let cores = Cpus::shared_by(here.iter().map(|rank| &ranks[rank.index()].cpus));
@@ -267,7 +268,7 @@ impl Communicator {
             timeout_millis,
             configured_timeout,
             stack_frames,
-            maps_windows: config.transport.has_shm() && config.transport.has_others_than_ucx(),
+            maps_windows: has_shm,
             driver,
             device,
             detector,
