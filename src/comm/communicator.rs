@@ -190,6 +190,7 @@ impl Communicator {
         let neighbours = neighbours.map(|peer| Ok((peer.clone(), routes(&detector_transports, peer)?)));
         let neighbours = neighbours.collect::<Result<Vec<_>, InitError>>()?;
         let here = &topo.hosts()[topo.host_of(rank)];
+        // Ranks of this host are reached by rings, which take none.
         if has_shm {
             claim = Claim::new(size - here.len(), config.tcp_streams.get());
         }

@@ -125,7 +125,7 @@ fn run_rank(rank: usize, size: usize, store: Arc<TcpStore>, together: &Barrier) 
         hints: [
             ("host_id", format!("host {}", rank / HOST)),
             ("connect_timeout_seconds", LONG.as_secs().to_string()),
-            ("shm_ring_bytes", if size > LARGE { 32 << 10 } else { 256 << 10 }.to_string()),
+            ("shm_ring_bytes", if size > LARGE { "32768" } else { "" }.to_owned()),
         ]
         .map(|(name, value)| (name.to_owned(), value))
         .to_vec(),

@@ -48,8 +48,8 @@ impl Gossip {
 
     /// Keeps heartbeats that are new, in a world of so many ranks, until they are to be passed on.
     pub(super) fn hold(&mut self, new: &[Heartbeat], size: usize, now: Instant) {
+        let parts = PART * u32::try_from(steps_to_all(size)).unwrap_or(u32::MAX / PART);
         for heartbeat in new {
-            let parts = PART * u32::try_from(steps_to_all(size)).unwrap_or(u32::MAX / PART);
             let pause = (Duration::from_millis(heartbeat.again_millis) / parts).min(LONGEST_PAUSE);
             let due = if size > ALL_NEIGHBOURS { now + pause } else { now };
             self.due = Some(self.due.map_or(due, |earlier| earlier.min(due)));
