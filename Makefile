@@ -57,16 +57,17 @@ test: ## Runs every test
 rust-test: ## Runs the engine's tests, also those in its documentation, and checks the models of its lock-free parts
 	MAKEFLAGS= cargo test --locked  # cargo would look for the job server of `test`, which recipes do not get
 
-# The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`.
+# The feature `tch` fits one version. Its C++ takes minutes to compile, hence this stands apart from `test`. The engine is built
+# for it alone, and not optimised.
 TCH_TORCH := 2.13
 TCH_VENV = $(call venv_of,$(TCH_TORCH))
-TCH_CARGO = $(call in_venv,$(TCH_VENV)) LIBTORCH_USE_PYTORCH=1 CARGO_TARGET_DIR="$(CURDIR)/target/tch" \
+TCH_CARGO = $(call in_venv,$(TCH_VENV)) LIBTORCH_USE_PYTORCH=1 CARGO_TARGET_DIR="$(CURDIR)/target/tch" CARGO_PROFILE_TEST_OPT_LEVEL=0 \
 	LD_LIBRARY_PATH="$$($(TCH_VENV)/bin/python -c 'import torch, os; print(os.path.dirname(torch.__file__))')/lib" \
 	cargo
 
 .PHONY: test-tch
 test-tch: $(call ready,$(TCH_TORCH)) ## Runs the tests and the example of the Rust interface for tch tensors
-	$(TCH_CARGO) clippy --locked --package ncclx_rs --features tch --profile test --all-targets -- -D warnings
+	$(TCH_CARGO) clippy --locked --package ncclx_rs --features tch --profile test --lib --test tch --example train_tch -- -D warnings
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --test tch
 	$(TCH_CARGO) test --locked --package ncclx_rs --features tch --doc
 	$(TCH_CARGO) run --locked --package ncclx_rs --features tch --profile test --example train_tch
@@ -138,9 +139,14 @@ $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
 	$(VENV)/bin/python $(PIP_INSTALL) -r requirements-programs.txt
 	touch $@
 
-.PHONY: python-test
+# They mostly wait, so two parts of them run beside each other; after these come those that compare times.
+PYTHON_PARTS := $(addprefix python-test-,programs worlds alone)
+.PHONY: python-test $(PYTHON_PARTS)
 python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
-	$(IN_VENV) python -m pytest tests/python
+	$(MAKE) --jobs 2 --output-sync python-test-programs python-test-worlds
+	$(MAKE) python-test-alone
+$(PYTHON_PARTS): python-test-%: $(call installed,$(TORCH)) $(PROGRAMS)
+	MAKEFLAGS= $(IN_VENV) python -m pytest tests/python --part $*
 
 # The smoke tests on a build that takes seconds, beside what `test` has installed. Such a build is not to be the fastest.
 QUICK_SITE := target/quick/site
@@ -275,8 +281,7 @@ $(GPU_VENV)/.ready-$(GPU_TORCH):
 .PHONY: gpu-bundle
 gpu-bundle: $(GPU_VENV)/.ready-$(GPU_TORCH) ## Packs what `gpu` runs, for a machine without network; GPU_TORCH and GPU_PYTHON say for which
 	rm -rf $(GPU_WHEEL)
-	$(call in_venv,$(GPU_VENV)) CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(TORCH))" \
-		MATURIN_PEP517_ARGS="--profile $(GPU_PROFILE)" \
+	$(call in_venv,$(GPU_VENV)) MATURIN_PEP517_ARGS="--profile $(GPU_PROFILE)" \
 		pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(GPU_WHEEL) .
 	program=$(CUDA_TESTS); tests/gpu/bundle.sh target/gpu-bundle/ncclx-rs-gpu.tar.gz $(GPU_VENV)/bin/python \
 		$(GPU_WHEEL)/*.whl "$$program"
@@ -352,8 +357,8 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance long-messages scale simulated-times nccl-versions chaos chaos-cuda races-cuda \
-			samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
+		$(MAKE) --keep-going acceptance long-messages scale simulated-times instructions-by-default nccl-versions \
+			chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
@@ -390,11 +395,12 @@ chaos: $(call installed,$(TORCH)) ## Makes 1,000 random faults: FAULTS and SEED 
 soak: ## Runs a million mixed operations, and watches memory, file descriptors and threads
 	NCCLX_RS_SOAK_OPERATIONS=$(or $(OPERATIONS),1000000) cargo test --locked --test process soak -- --nocapture
 
-# What is built is for release, as the wheel is, and shares most of it.
-.PHONY: instructions
+# The engine in it is that of the wheel, built once.
+.PHONY: instructions instructions-by-default
 instructions: $(call installed,$(TORCH)) ## Counts the instructions of hot paths against bounds; UPDATE=1 sets these
-	CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(TORCH))" $(VENV)/bin/python tests/bench/instructions.py \
-		$(if $(UPDATE),--update)
+	$(IN_VENV) python tests/bench/instructions.py $(if $(UPDATE),--update)
+instructions-by-default: $(call ready,$(TORCH))
+	$(IN_VENV) python tests/bench/instructions.py --by-default $(if $(UPDATE),--update)
 
 # What reads the workflows, in an environment of its own.
 WORKFLOW_LINT := target/lint
@@ -431,10 +437,8 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
 
-# For scripts: the versions that `test` and `test-tch` use, and what `compat` covers beside these.
-.PHONY: torch-version tch-version other-versions
-torch-version:
-	@echo $(TORCH)
+# For scripts: the version that `test-tch` uses, and what `compat` covers beside that and the one of `test`.
+.PHONY: tch-version other-versions
 tch-version:
 	@echo $(TCH_TORCH)
 other-versions:
@@ -444,11 +448,8 @@ other-versions:
 clean: ## Removes environments and builds
 	rm -rf .venv .venv-torch* $(GPU_VENV) target .pytest_cache .mypy_cache .ruff_cache
 
-# What `compat` builds need not be as fast as it can be, and all but its C++ serves each version.
-QUICK := CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
-target_of = target/$(if $(filter $(TORCH),$(1)),torch$(1),compat)
-
-# Everything for one torch version: its environment, its build of the wheel, its software CUDA, its smoke tests.
+# Everything for one torch version: its environment, its build of the wheel, its software CUDA, its smoke tests. All but the
+# extension itself is built once for all.
 define for_torch
 .PHONY: wheel-$(1) compat-$(1)
 wheel-$(1): $(call installed,$(1))
@@ -469,7 +470,7 @@ softcuda-$(1): $(call ready,$(1))
 
 .PHONY: drop-$(1)
 drop-$(1):
-	rm -rf $(call venv_of,$(1)) $(call softcuda_of,$(1)) $(if $(filter $(TORCH),$(1)),target/torch$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
+	rm -rf $(call venv_of,$(1)) $(call softcuda_of,$(1)) $(if $(filter $(TCH_TORCH),$(1)),target/tch)
 
 $(call ready,$(1)): requirements-dev.txt
 	test -x $$(@D)/bin/python || $(PYTHON) -m venv $$(@D)
@@ -479,8 +480,7 @@ $(call ready,$(1)): requirements-dev.txt
 	touch $$@
 
 $(call installed,$(1)): $(call ready,$(1)) $(SOURCES) $(FOLDERS)
-	$$(call in_venv,$$(@D)) CARGO_TARGET_DIR="$(CURDIR)/$(call target_of,$(1))" $(if $(filter $(TORCH),$(1)),,$(QUICK)) \
-		pip install --no-build-isolation --no-deps --force-reinstall .
+	$$(call in_venv,$$(@D)) pip install --no-build-isolation --no-deps --force-reinstall .
 	touch $$@
 endef
 

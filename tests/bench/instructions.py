@@ -2,6 +2,7 @@
 
     make instructions             # fails where a call takes more than is allowed
     make instructions UPDATE=1    # takes what it finds as the new bounds
+    make instructions-by-default  # of the paths that are counted in a build with cargo's default profile
 
 Instructions, unlike times, are nearly the same on every machine and, where nobody waits, under any load. They are those
 that valgrind's tool callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls,
@@ -36,12 +37,13 @@ WAITING = {
     "ping_pong_shm",
     "ping_pong_tcp",
     "reductions",
-    "reductions_without_lto",
+    "reductions_by_default",
 }
 AIR_WAITING = 1.15
 COUNTS_WAITING = 5
-# Ends the names of paths that are counted in a build without link-time optimisation, as a program in Rust may be built.
-WITHOUT_LTO = "_without_lto"
+# Ends the names of paths that are counted in a build as cargo makes them by default, as of most programs in Rust.
+BY_DEFAULT = "_by_default"
+CARGOS_DEFAULTS = {"LTO": "false", "CODEGEN_UNITS": "16"}
 # Calls of each path: few, so that all memory is there and all plans are made, and many.
 CALLS = {
     "all_reduce_alone": (100, 600),
@@ -52,7 +54,7 @@ CALLS = {
     "ping_pong_tcp": (100, 600),
     "plan": (5, 25),
     "reductions": (5, 25),
-    "reductions_without_lto": (5, 25),
+    "reductions_by_default": (5, 25),
 }
 
 
@@ -74,7 +76,7 @@ def count(program: Path, path: str, calls: int) -> int:
 def measure(program: Path, path: str) -> int:
     """The instructions of one call on all ranks together."""
     few, many = CALLS[path]
-    call = path.removesuffix(WITHOUT_LTO)
+    call = path.removesuffix(BY_DEFAULT)
     times = COUNTS_WAITING if path in WAITING else 1
     found = [(count(program, call, many) - count(program, call, few)) / (many - few) for _ in range(times)]
     return round(min(found))
@@ -105,18 +107,20 @@ def build(target: Path, **settings: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write what is found to instructions.json")
+    parser.add_argument("--by-default", action="store_true", help="count in a build with cargo's default profile")
     options = parser.parse_args(arguments)
     if platform.machine() != "x86_64" or shutil.which("valgrind") is None:
         print("expected an x86-64 machine with valgrind, whose counts the bounds are", file=sys.stderr)
         return 2
     target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
-    program = build(target)
-    plain = build(target / "without_lto", LTO="off", CODEGEN_UNITS="16")
+    program = build(target / "by_default", **CARGOS_DEFAULTS) if options.by_default else build(target)
     # One after the other, since they are that other work for each other.
-    found = {path: measure(plain if path.endswith(WITHOUT_LTO) else program, path) for path in CALLS}
-    if options.update:
-        BOUNDS.write_text(json.dumps(found, indent=1) + "\n")
+    found = {path: measure(program, path) for path in CALLS if path.endswith(BY_DEFAULT) == options.by_default}
     bounds = json.loads(BOUNDS.read_text())
+    if options.update:
+        bounds |= found
+        BOUNDS.write_text(json.dumps(bounds, indent=1) + "\n")
+    bounds = {path: bound for path, bound in bounds.items() if path.endswith(BY_DEFAULT) == options.by_default}
     for path, instructions in found.items():
         print(f"{path:<24}{instructions:>10} instructions a call; bound {bounds.get(path)}")
     wrong = verdicts(found, bounds)

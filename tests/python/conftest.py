@@ -20,10 +20,35 @@ import pytest
 from harness import BACKEND, MODES, UCX_WAYS, World
 
 SIZES = (1, 2, 3, 4)
+# Files whose tests start programs, most of which import torch: half of the time of all.
+PROGRAM_FILES = (
+    "test_autoload",
+    "test_bench",
+    "test_code_blocks",
+    "test_examples",
+    "test_exits",
+    "test_info",
+    "test_library_backends",
+    "test_newcomers",
+    "test_programs",
+    "test_take_over",
+    "test_torchft",
+    "test_torchtitan",
+    "test_tutorials",
+)
+# The tests of those files, of the others, and those that are to run alone.
+PARTS = ("programs", "worlds", "alone")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", choices=PARTS, help="run a part of the tests, so that two parts can run beside each other"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "worlds(sizes, modes): the worlds that the test runs in")
+    config.addinivalue_line("markers", "alone: it compares times, so that no other test is to run beside it")
 
 
 def pytest_report_header() -> str:
@@ -89,7 +114,16 @@ IMPORTS = "test_autoload"
 QUICK_IMPORT = "a_variable_makes_it_the_default"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def part_of(item: pytest.Item) -> str:
+    if item.get_closest_marker("alone") is not None:
+        return "alone"
+    return "programs" if item.path.stem in PROGRAM_FILES else "worlds"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (part := config.getoption("--part")) is not None:
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
+        items[:] = [item for item in items if part_of(item) == part]
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if item.path.stem in SMOKE_FILES and ("world" not in fixtures or SMOKE_WORLD in item.name):

@@ -212,6 +212,7 @@ def test_both_may_block_in_sends_first(world: World) -> None:
     world.run(both_may_block_in_sends_first)
 
 
+@pytest.mark.alone
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_all_reduce_beats_gloo(world: World) -> None:
     world.run(all_reduce_beats_gloo)

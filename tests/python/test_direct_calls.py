@@ -148,6 +148,7 @@ def a_call_costs_half_of_torch_distributeds(rank: int, size: int) -> None:
     assert ratio < 0.5, f"all_reduce of the object API takes {ratio:.2f} of dist.all_reduce's time"
 
 
+@pytest.mark.alone
 @pytest.mark.worlds(sizes=(1,), modes=("shm",))
 def test_the_cost_of_a_call(fresh_world: World) -> None:
     fresh_world.run(a_call_costs_half_of_torch_distributeds)

@@ -100,6 +100,7 @@ def beginning(collective: str, ranks: Sequence[tuple[float, float]]) -> float:
     return ranks[0][0] if collective == "broadcast" else max(begun for begun, _ in ranks)
 
 
+@pytest.mark.alone
 # More ranks share the machine's cores, so that what they compute is to count less.
 @pytest.mark.parametrize(
     ("count", "ranks", "latency"), [(2, 1, 0.03), (4, 4, 0.04), (8, 8, 0.05)], ids=["2", "16", "64"]
