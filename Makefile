@@ -49,7 +49,7 @@ check: lint test ## All of lint and test
 
 # The wheel is built for release, mostly by one thread, while the engine's tests run.
 .PHONY: test
-test: ## Runs every test
+test: ## Runs the tests of the engine and of the backend
 	$(MAKE) --jobs 2 rust-test $(call installed,$(TORCH))
 	$(MAKE) stubtest python-test
 
@@ -435,7 +435,7 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 	$(VENV)/bin/ruff format .
 
 .PHONY: compat
-compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each supported PyTorch and runs the smoke tests
+compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for PyTorch 2.11, 2.13 and 2.15 and runs the smoke tests
 
 # For scripts: the version that `test-tch` uses, and what `compat` covers beside that and the one of `test`.
 .PHONY: tch-version other-versions

@@ -15,7 +15,7 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal, Switch};
+use crate::config::{Config, DumpSignal};
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
@@ -152,14 +152,7 @@ impl Communicator {
         let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
         let has_shm = config.transport.has_shm() && config.transport.has_others_than_ucx();
         let mut claim = Claim::new(size - 1, config.tcp_streams.get());
-        let shares = match config.shared_streams {
-            Switch::Auto => size > 1 && Claim::is_much(Claim::total(), limits::descriptors()),
-            fixed => fixed == Switch::On,
-        };
-        if shares && config.shared_streams == Switch::Auto {
-            log::info!("communicator `{name}` shares TCP connections, before this process's descriptors run out");
-        }
-        let shared = shares.then(|| manner.key());
+        let shared = claim.shares(config.shared_streams, &name).then(|| manner.key());
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
             let open = |poller: &Poller, purpose| {
@@ -172,6 +165,8 @@ impl Communicator {
             let mut addresses = transports.addresses();
             if size > 1 {
                 detector_transports = open(thread.poller(), Purpose::FailureDetector)?;
+                // Its thread may run, and would be woken by neighbours that it cannot take in before this rank has joined.
+                detector_transports.pause().map_err(|cause| os("the watch for lost ranks", cause))?;
                 addresses.extend(detector_transports.addresses());
             }
             Ok(addresses)
@@ -622,7 +617,9 @@ impl Communicator {
             self.driver.with_engine(flushed)
         };
         flush_while_bytes_move(flush, || self.driver.with_engine(|engine| engine.unsent()));
-        if let Some(detector) = lock(&self.detector).take() {
+        // Taken out of its lock first: an abort meanwhile does not wait for the goodbye.
+        let detector = lock(&self.detector).take();
+        if let Some(detector) = detector {
             let has_loss = self.driver.with_engine(|engine| engine.loss().is_some());
             detector.say_goodbye(if has_loss { Duration::ZERO } else { GOODBYE_TIMEOUT });
         }

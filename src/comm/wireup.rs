@@ -163,6 +163,11 @@ impl Transports {
         Ok(Transports { transports, optional_ucx })
     }
 
+    /// Has peers that connect wait, and wake nobody, until the transports accept.
+    pub(crate) fn pause(&mut self) -> std::io::Result<()> {
+        self.transports.iter_mut().try_for_each(|entry| entry.transport.pause())
+    }
+
     /// Refuses ranks of which one takes UCX alone and another does not offer it. All ranks find the same.
     pub(crate) fn check(name: &str, ranks: &[RankInfo]) -> Result<(), InitError> {
         let offers = |info: &&RankInfo, transport: &str| info.addresses.get(transport).is_some();
@@ -286,6 +291,7 @@ impl Directory {
 mod tests {
     use super::*;
     use crate::comm::bootstrap::addresses_of;
+    use crate::transport::Detour;
     use crate::transport::auth::Secret;
 
     #[test]
@@ -303,6 +309,31 @@ mod tests {
             real.extend(transports.addresses());
         }
         assert_eq!(lengths(addresses_of(3, 1)), lengths(real));
+    }
+
+    #[test]
+    fn who_connects_to_paused_transports_wakes_nobody_before_they_accept() {
+        let (config, theirs, ours) = (Config::default(), Poller::new().unwrap(), Poller::new().unwrap());
+        let open = |me, poller: &Poller| {
+            let identity = Identity { comm: [0; 16], me: Rank(me), size: 2, secret: Secret::new([0; 32]) };
+            Transports::open("test", &identity, &config, poller, None, Purpose::FailureDetector, None)
+                .expect("they open")
+        };
+        let [mut connecting, mut paused] = [open(0, &theirs), open(1, &ours)];
+        paused.pause().expect("they can wait");
+        let addresses = paused.transports.iter().map(|entry| entry.transport.address());
+        let addresses: Vec<_> = addresses.collect();
+        let mut streams: Vec<_> = (connecting.transports.iter_mut().zip(&addresses))
+            .map(|(entry, address)| entry.transport.open(Rank(1), address, Detour::Impossible).expect("a stream"))
+            .collect();
+        let is_awake = |poller: &Poller| poller.look(&mut vec![]).expect("a look");
+        streams.iter_mut().for_each(|stream| _ = stream.write(&[], &[]));
+        assert!(!is_awake(&ours));
+        for entry in &mut paused.transports {
+            entry.transport.accept();
+            streams.iter_mut().for_each(|stream| _ = stream.write(&[], &[]));
+        }
+        assert!(is_awake(&ours), "their handshakes go on");
     }
 
     #[test]

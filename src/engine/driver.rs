@@ -149,8 +149,10 @@ impl Driver {
             engine.write_due_dump();
             (engine.take_finished(), due, engine.is_busy())
         };
-        // What moved here may need what a thread that sleeps did not ask the poller for, such as room to write.
-        self.wake();
+        if !departed.is_empty() {
+            // What moved here may need what a thread that sleeps did not ask the poller for, such as room to write.
+            self.wake();
+        }
         self.announce(&finished, 0);
         hand_to_callers(finished);
         self.tell_of_loss();

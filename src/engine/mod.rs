@@ -15,7 +15,8 @@
 //! | calls | `request`, `owed` | a collective as it is called, and what has yet to be heard of one that has ended |
 //! | endpoints | `agenda` | which streams a turn looks at |
 //! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
-//! | rendezvous | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
+//! | rendezvous | `copying` | by which way of two a message comes, by what was measured |
+//! | | `single_copy`, `rndv`, `buffered_send` | long messages, which wait for their receivers |
 //! | | `remote_reads` | what is read in other ranks' memory without their help |
 //! | protocols | `context` | what all protocols get with a call |
 //! | | `collective`, `message`, `window` | one kind of operation each; none knows another |

@@ -341,6 +341,11 @@ pub trait Transport: Send {
     /// their connections are dropped and logged.
     fn accept(&mut self) -> Vec<Accepted>;
 
+    /// Peers that connect wake nobody until the first [`Transport::accept`]. They wait meanwhile.
+    fn pause(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Whether bytes that open streams have taken wait in this process.
     fn holds_bytes(&self) -> bool {
         false

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use crate::config::Switch;
 use crate::error::LinkDown;
 use crate::sync::{AtomicUsize, Ordering};
 use crate::sys::limits;
@@ -50,14 +51,15 @@ impl Claim {
         Claim(part)
     }
 
-    /// How many all have claimed.
-    pub(crate) fn total() -> usize {
-        CLAIMED.load(Ordering::Relaxed)
-    }
-
-    /// Whether so many are more than half of what the process may have for everything; none: without limit.
-    pub(crate) fn is_much(total: usize, limit: Option<u64>) -> bool {
-        limit.is_some_and(|limit| total as u64 > limit / 2)
+    /// Whether the communicator shares connections with others of this process: by the setting, or by itself before descriptors
+    /// run out, which it logs.
+    pub(crate) fn shares(&self, setting: Switch, name: &str) -> bool {
+        let runs_short = || self.0 > 0 && is_much(CLAIMED.load(Ordering::Relaxed), limits::descriptors());
+        if setting != Switch::Auto || !runs_short() {
+            return setting == Switch::On;
+        }
+        log::info!("communicator `{name}` shares TCP connections, before this process's descriptors run out");
+        true
     }
 }
 
@@ -65,6 +67,11 @@ impl Drop for Claim {
     fn drop(&mut self) {
         CLAIMED.fetch_sub(self.0, Ordering::Relaxed);
     }
+}
+
+/// Whether so many descriptors are more than half of what the process may have for everything; none: without limit.
+fn is_much(claimed: usize, limit: Option<u64>) -> bool {
+    limit.is_some_and(|limit| claimed as u64 > limit / 2)
 }
 
 /// For each peer: a stream in each direction, of sockets. Those of shared memory mostly take none, but there is no telling before.
@@ -79,8 +86,8 @@ mod tests {
 
     #[test]
     fn connections_are_shared_before_descriptors_run_out() {
-        assert!(!Claim::is_much(512, Some(1024)) && Claim::is_much(513, Some(1024)));
-        assert!(!Claim::is_much(1 << 30, None));
+        assert!(!is_much(512, Some(1024)) && is_much(513, Some(1024)));
+        assert!(!is_much(1 << 30, None));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
     make instructions             # fails where a call takes more than is allowed
     make instructions UPDATE=1    # takes what it finds as the new bounds
-    make instructions-by-default  # of the paths that are counted in a build with cargo's default profile
+    make instructions-by-default  # the same for paths that are counted in a release build with cargo's own settings
 
 Instructions, unlike times, are nearly the same on every machine and, where nobody waits, under any load. They are those
 that valgrind's tool callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls,
@@ -107,7 +107,7 @@ def build(target: Path, **settings: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write what is found to instructions.json")
-    parser.add_argument("--by-default", action="store_true", help="count in a build with cargo's default profile")
+    parser.add_argument("--by-default", action="store_true", help="count in a build with cargo's own settings")
     options = parser.parse_args(arguments)
     if platform.machine() != "x86_64" or shutil.which("valgrind") is None:
         print("expected an x86-64 machine with valgrind, whose counts the bounds are", file=sys.stderr)
@@ -127,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     if wrong:
-        print("If that is meant: make instructions UPDATE=1", file=sys.stderr)
+        target = "instructions-by-default" if options.by_default else "instructions"
+        print(f"If that is meant: make {target} UPDATE=1", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from harness import lacking
 from test_network import CLONE_NEWNET, hosts, ip
@@ -22,6 +23,14 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 9000
 # Of IPv4: where a packet's header has the last byte of the destination's address.
 DESTINATION = 19
+
+
+@dataclass
+class Way:
+    """What packets between hosts take, in seconds: to get there, and more for each byte. It may change meanwhile."""
+
+    latency: float
+    gap_per_byte: float = 0.0
 
 
 def address(host: int) -> str:
@@ -56,11 +65,11 @@ def tunnel(namespace: str, host: int) -> int:
     return made[0]
 
 
-def carry(ends: list[int], latency: float, gap_per_byte: float, stopped: threading.Event) -> None:
+def carry(ends: list[int], way: Way, stopped: threading.Event) -> None:
     """Takes packets from one of the interfaces to another, and loses none.
 
-    An interface sends one packet at a time, while it receives one, for so many seconds a byte each. In between they are
-    under way for the latency.
+    An interface sends one packet at a time, while it receives one, for the way's gap a byte each. In between they are
+    under way for its latency.
     """
     # Whoever waits for a packet is to wait for the way, and not for this thread among all that run here.
     with suppress(PermissionError):
@@ -78,13 +87,13 @@ def carry(ends: list[int], latency: float, gap_per_byte: float, stopped: threadi
                 if packet[0] >> 4 != 4:  # the kernel looks for neighbours by IPv6
                     continue
                 begin = max(sent[here], now)
-                sent[here] = begin + len(packet) * gap_per_byte
-                heapq.heappush(arriving, (begin + latency, next(number), packet))
+                sent[here] = begin + len(packet) * way.gap_per_byte
+                heapq.heappush(arriving, (begin + way.latency, next(number), packet))
         now = time.monotonic()
         while arriving and arriving[0][0] <= now:
             begin, order, packet = heapq.heappop(arriving)
             there = packet[DESTINATION] - 1
-            received[there] = max(received[there], begin) + len(packet) * gap_per_byte
+            received[there] = max(received[there], begin) + len(packet) * way.gap_per_byte
             heapq.heappush(arrived, (received[there], order, packet))
         while arrived and arrived[0][0] <= now:
             packet = heapq.heappop(arrived)[2]
@@ -108,12 +117,12 @@ def set_tcp(namespaces: Sequence[str], **settings: str) -> None:
 
 
 @contextmanager
-def far_apart(count: int, latency: float, gap_per_byte: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """So many hosts, whose packets to each other take so many seconds, and so many more a byte."""
+def far_apart(count: int, way: Way) -> Iterator[tuple[str, ...]]:
+    """So many hosts, whose packets to each other go that way."""
     with hosts([f"h{host}" for host in range(count)]) as names:
         ends = [tunnel(name, host) for host, name in enumerate(names)]
         stopped = threading.Event()
-        carrier = threading.Thread(target=carry, args=(ends, latency, gap_per_byte, stopped))
+        carrier = threading.Thread(target=carry, args=(ends, way, stopped))
         carrier.start()
         try:
             yield names

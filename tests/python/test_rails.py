@@ -17,7 +17,7 @@ import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
-from distance import far_apart, set_tcp
+from distance import Way, far_apart, set_tcp
 from harness import BACKEND, World, lacking
 from test_network import PORT, Host, connect, hosts, ip
 
@@ -102,7 +102,7 @@ def test_two_networks_carry_almost_twice_as_much_as_one() -> None:
 
 
 def test_over_a_long_distance_four_connections_carry_more_than_twice_as_much_as_one() -> None:
-    with far_apart(2, 0.04) as names:
+    with far_apart(2, Way(0.04)) as names:
         # At most 64 KiB under way on each connection.
         set_tcp(names, rmem="4096 65536 65536")
         ratios = run(ratio_to_one_connection, names, 4, LONG, 3)

@@ -86,18 +86,18 @@ impl Incoming {
 
     fn read_on(&mut self, listeners: &mut impl Listeners) -> Result<(), LinkDown> {
         let mut bytes = [0; READ_BYTES];
-        // What is left makes the poller wake at once.
+        // What is left in the stream makes the poller wake at once.
         for _ in 0..READS_MAX {
+            match self.stream.read(&mut bytes)? {
+                0 => break,
+                count => self.bytes.extend_from_slice(&bytes[..count]),
+            }
             let mut taken = 0;
             while let Some((number, content, len)) = envelope::decode(&self.bytes[taken..])? {
                 taken += len;
                 self.take(number, content, listeners)?;
             }
             self.bytes.drain(..taken);
-            match self.stream.read(&mut bytes)? {
-                0 => break,
-                count => self.bytes.extend_from_slice(&bytes[..count]),
-            }
         }
         Ok(())
     }
@@ -221,7 +221,7 @@ impl Incoming {
 }
 
 /// How much is read at a time.
-const READ_BYTES: usize = 2048;
+pub(super) const READ_BYTES: usize = 2048;
 
 /// How many communicators may be spoken of that this process does not have, or not yet.
 const STRANGERS_MAX: usize = 1024;
@@ -234,4 +234,4 @@ const KEPT_MAX: usize = 64;
 const HEARTBEATS_KEPT_MAX: usize = 16;
 
 /// How often a connection is read before the others have their turn.
-const READS_MAX: usize = 64;
+pub(super) const READS_MAX: usize = 64;

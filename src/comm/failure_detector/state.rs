@@ -25,6 +25,12 @@ pub(crate) struct Findings {
     pub(crate) heartbeats: Vec<Heartbeat>,
 }
 
+impl Findings {
+    pub(super) fn is_empty(&self) -> bool {
+        self.departed.is_empty() && self.heartbeats.is_empty()
+    }
+}
+
 /// The monitors of a communicator's neighbours, and what they have shown.
 pub(super) struct DetectorState {
     identity: Identity,

@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
 use super::envelope::{self, Content};
-use super::incoming::{Heard, Incoming, Listener, Listeners};
+use super::incoming::{Heard, Incoming, Listener, Listeners, READ_BYTES, READS_MAX};
 use super::links::Cut;
 use super::manner::{Manner, Way};
 use super::monitor::PeerMonitor;
@@ -33,6 +33,9 @@ struct Process {
     watch: Watch,
     /// When its thread would check again although nothing happens.
     next: Option<Instant>,
+    /// Whom the last check has told something, and when each of them wants to be told again.
+    told: Vec<Member>,
+    again: Arc<Mutex<Option<Instant>>>,
 }
 
 /// What a rank has found.
@@ -47,7 +50,7 @@ enum Found {
 fn processes() -> [Process; 2] {
     [0, 1].map(|number| {
         let poller = Poller::new().expect("a poller");
-        Process { number, watch: Watch::new(poller.clone()), poller, next: None }
+        Process { number, watch: Watch::new(poller.clone()), poller, next: None, told: vec![], again: Arc::default() }
     })
 }
 
@@ -83,13 +86,16 @@ impl Process {
         let connector = Connector::new([Route { transport: 0, address }]);
         let monitors = vec![PeerMonitor::new(peer, 2, connector, way)];
         let state = DetectorState::new(identity, manner.protection.clone(), vec![Box::new(transport)], monitors);
-        self.watch.add(state, Box::new(|_| None)).member
+        let again = self.again.clone();
+        self.watch.add(state, Box::new(move |_| *lock(&again))).member
     }
 
     /// What a check finds.
     fn check(&mut self) -> Vec<(Member, Found)> {
         let checked = self.watch.check(Instant::now());
         self.next = checked.next;
+        self.told = checked.findings.iter().map(|(registration, _)| registration.member).collect();
+        checked.findings.iter().for_each(|(registration, findings)| _ = registration.report(findings));
         let found = checked.findings.into_iter().flat_map(|(registration, findings)| {
             let gone = findings.departed.into_iter().map(|gone| Found::Gone(gone.how, gone.cause));
             let alive = findings.heartbeats.into_iter().map(|heartbeat| Found::Heartbeat(heartbeat.round));
@@ -229,6 +235,37 @@ fn communicators_of_two_processes_share_a_connection_each_way() {
         assert_eq!(found[1], [(*second, Found::Heartbeat(round))]);
         assert_eq!(found[0], []);
     }
+}
+
+#[test]
+fn what_happens_in_one_communicator_does_not_disturb_the_others() {
+    let (mut both, plain) = (processes(), manner(|_| {}));
+    let members: Vec<[Member; 2]> = (0..3).map(|comm| join(&mut both, comm, [&plain; 2], [comm; 2])).collect();
+    run(&mut both);
+    both[0].send_heartbeat(members[1][0], 0);
+    let found = loop {
+        both[0].check();
+        let found = both[1].check();
+        if !found.is_empty() {
+            break found;
+        }
+    };
+    assert_eq!((found, &both[1].told), (vec![(members[1][1], Found::Heartbeat(0))], &vec![members[1][1]]));
+    both[1].check();
+    assert_eq!(both[1].told, []);
+    // It wants to be told again: so it is, until it does not.
+    *lock(&both[1].again) = Some(Instant::now());
+    both[0].send_heartbeat(members[2][0], 0);
+    while both[1].check().is_empty() {
+        both[0].check();
+    }
+    both[1].check();
+    assert_eq!(both[1].told, [members[2][1]]);
+    *lock(&both[1].again) = None;
+    both[1].check();
+    assert_eq!(both[1].told, [members[2][1]]);
+    both[1].check();
+    assert_eq!(both[1].told, []);
 }
 
 #[test]
@@ -545,6 +582,17 @@ fn joins(from: u32, session: u8) -> Content {
     let (secret, session) = (Secret::new([1; 32]), Secret::new([session; 32]));
     let membership = Membership { comm: [1; 16], from: Rank(from), to: Rank(0) };
     Content::Join(membership, membership.prove(&secret, &session))
+}
+
+#[test]
+fn what_one_turn_reads_is_heard_in_that_turn() {
+    let message = (0, Content::Notice(vec![7; 100]));
+    let mut encoded = Vec::new();
+    envelope::encode(&mut encoded, message.0, &message.1);
+    let count = READS_MAX * READ_BYTES / encoded.len();
+    assert!(count * encoded.len() > (READS_MAX - 1) * READ_BYTES, "all reads of a turn are needed");
+    let (heard, result) = hear(&vec![message; count]);
+    assert_eq!((heard.len(), result), (count, Ok(())));
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl DetectorThread {
                 shared.watch.check(now)
             };
             self.checked.notify_all();
-            let report = |(registration, findings): &(Arc<Registration>, _)| (registration.report)(findings);
+            let report = |(registration, findings): &(Arc<Registration>, _)| registration.report(findings);
             let next_report = checked.findings.iter().filter_map(report).min();
             let next_check = checked.next.into_iter().chain(next_report).min();
             drop(checked);

@@ -11,12 +11,12 @@ use super::outgoing::{Member, Place};
 use super::state::{DetectorState, Findings};
 use crate::engine::heartbeat::Heartbeat;
 use crate::error::LinkDown;
-use crate::sync::{Arc, Mutex, lock};
+use crate::sync::{Arc, AtomicBool, Mutex, Ordering, lock};
 use crate::sys::poller::Poller;
 use crate::transport::auth::Membership;
 use crate::types::Rank;
 
-/// Reports findings to the communicator. Returns when to report again although nothing has happened.
+/// Reports findings to the communicator. Returns when to report again at the latest, although nothing has happened.
 pub(super) type Report = Box<dyn Fn(&Findings) -> Option<Instant> + Send + Sync>;
 
 /// What a communicator shares with the detector thread.
@@ -25,7 +25,19 @@ pub(super) struct Registration {
     /// Heartbeats of this rank to be sent. The engine adds them under its own lock, so this lock is only held to add or to
     /// take them.
     pub(super) own_heartbeats: Mutex<Vec<Heartbeat>>,
-    pub(super) report: Report,
+    report: Report,
+    /// Whether the communicator wants to be told that nothing has happened: others are left in peace by what happens elsewhere.
+    wants_more: AtomicBool,
+}
+
+impl Registration {
+    /// Reports to the communicator, whose lock that takes. Returns when to do so again at the latest.
+    pub(super) fn report(&self, findings: &Findings) -> Option<Instant> {
+        let again = (self.report)(findings);
+        // Relaxed, here and below: one thread reports, and checks.
+        self.wants_more.store(again.is_some(), Ordering::Relaxed);
+        again
+    }
 }
 
 /// A communicator's detector.
@@ -82,7 +94,8 @@ impl Watch {
     pub(super) fn add(&mut self, state: DetectorState, report: Report) -> Arc<Registration> {
         let member = Member(self.members);
         self.members += 1;
-        let registration = Arc::new(Registration { member, own_heartbeats: Mutex::default(), report });
+        let (own_heartbeats, wants_more) = (Mutex::default(), AtomicBool::new(false));
+        let registration = Arc::new(Registration { member, own_heartbeats, report, wants_more });
         self.entries.by_key.insert(state.key(), member);
         self.entries.by_member.insert(member, Entry { registration: registration.clone(), state, closing: None });
         let now = Instant::now();
@@ -146,7 +159,8 @@ impl Watch {
         let mut findings = Vec::new();
         for (member, Entry { registration, state, closing }) in &mut self.entries.by_member {
             let found = state.check(*member, &mut self.links, now);
-            if closing.is_none() {
+            let is_told = !found.is_empty() || registration.wants_more.load(Ordering::Relaxed);
+            if is_told && closing.is_none() {
                 findings.push((registration.clone(), found));
             }
         }

@@ -190,6 +190,10 @@ impl Transport for ShmTransport {
         accepted.into_iter().map(|proved| recv_stream(proved, Chooser::new(line_ownership))).collect()
     }
 
+    fn pause(&mut self) -> io::Result<()> {
+        self.listener.set(Interest::Nothing)
+    }
+
     fn shortage(&self) -> Option<String> {
         self.pending.shortage()
     }

@@ -65,6 +65,11 @@ impl Listener {
         proved
     }
 
+    /// Who comes wakes nobody until [`Listener::proved`] is called.
+    pub(super) fn pause(&mut self) -> io::Result<()> {
+        self.socket.set(Interest::Nothing)
+    }
+
     /// What this process lacks to take connections in, if it does.
     pub(super) fn shortage(&self) -> Option<String> {
         self.pending.shortage()

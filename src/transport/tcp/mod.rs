@@ -309,6 +309,14 @@ impl Transport for TcpTransport {
         proved.into_iter().filter_map(take_in).collect()
     }
 
+    fn pause(&mut self) -> io::Result<()> {
+        match &mut self.entry {
+            Entry::Own(listener) => listener.pause(),
+            // The poller of trunks serves other communicators, too.
+            Entry::Shared(_) => Ok(()),
+        }
+    }
+
     fn holds_bytes(&self) -> bool {
         let shares = match &self.entry {
             Entry::Own(_) => false,
