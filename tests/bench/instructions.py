@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     if wrong:
-        target = "instructions-by-default" if options.by_default else "instructions"
-        print(f"If that is meant: make {target} UPDATE=1", file=sys.stderr)
+        command = "make instructions-by-default" if options.by_default else "make instructions"
+        print(f"If that is meant: {command} UPDATE=1", file=sys.stderr)
     return 1 if wrong else 0
 
 
