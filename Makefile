@@ -435,7 +435,7 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 	$(VENV)/bin/ruff format .
 
 .PHONY: compat
-compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for PyTorch 2.11, 2.13 and 2.15 and runs the smoke tests
+compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each PyTorch of COMPAT and runs the smoke tests
 
 # For scripts: the version that `test-tch` uses, and what `compat` covers beside that and the one of `test`.
 .PHONY: tch-version other-versions

@@ -313,7 +313,8 @@ mod tests {
 
     #[test]
     fn who_connects_to_paused_transports_wakes_nobody_before_they_accept() {
-        let (config, theirs, ours) = (Config::default(), Poller::new().unwrap(), Poller::new().unwrap());
+        let config = Config::default();
+        let [theirs, ours] = [(); 2].map(|()| Poller::new().expect("a poller"));
         let open = |me, poller: &Poller| {
             let identity = Identity { comm: [0; 16], me: Rank(me), size: 2, secret: Secret::new([0; 32]) };
             Transports::open("test", &identity, &config, poller, None, Purpose::FailureDetector, None)
@@ -321,8 +322,7 @@ mod tests {
         };
         let [mut connecting, mut paused] = [open(0, &theirs), open(1, &ours)];
         paused.pause().expect("they can wait");
-        let addresses = paused.transports.iter().map(|entry| entry.transport.address());
-        let addresses: Vec<_> = addresses.collect();
+        let addresses: Vec<_> = paused.transports.iter().map(|entry| entry.transport.address()).collect();
         let mut streams: Vec<_> = (connecting.transports.iter_mut().zip(&addresses))
             .map(|(entry, address)| entry.transport.open(Rank(1), address, Detour::Impossible).expect("a stream"))
             .collect();

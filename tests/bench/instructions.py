@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -104,6 +104,11 @@ def build(target: Path, **settings: str) -> Path:
     return target / "release/ncclx_rs_instructions"
 
 
+def of_build(paths: Iterable[str], by_default: bool) -> list[str]:
+    """Those of the paths that are counted in this build."""
+    return [path for path in paths if path.endswith(BY_DEFAULT) == by_default]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="write what is found to instructions.json")
@@ -115,12 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
     program = build(target / "by_default", **CARGOS_DEFAULTS) if options.by_default else build(target)
     # One after the other, since they are that other work for each other.
-    found = {path: measure(program, path) for path in CALLS if path.endswith(BY_DEFAULT) == options.by_default}
+    found = {path: measure(program, path) for path in of_build(CALLS, options.by_default)}
     bounds = json.loads(BOUNDS.read_text())
     if options.update:
         bounds |= found
         BOUNDS.write_text(json.dumps(bounds, indent=1) + "\n")
-    bounds = {path: bound for path, bound in bounds.items() if path.endswith(BY_DEFAULT) == options.by_default}
+    bounds = {path: bounds[path] for path in of_build(bounds, options.by_default)}
     for path, instructions in found.items():
         print(f"{path:<24}{instructions:>10} instructions a call; bound {bounds.get(path)}")
     wrong = verdicts(found, bounds)
