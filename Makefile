@@ -139,11 +139,11 @@ $(PROGRAMS): requirements-programs.txt $(call ready,$(TORCH))
 	$(VENV)/bin/python $(PIP_INSTALL) -r requirements-programs.txt
 	touch $@
 
-# They mostly wait, so two parts of them run beside each other; after these come those that compare times.
-PYTHON_PARTS := $(addprefix python-test-,programs worlds alone)
+# They mostly wait, so parts of them run beside each other; after these come those that compare times.
+PYTHON_PARTS := $(addprefix python-test-,programs faults worlds alone)
 .PHONY: python-test $(PYTHON_PARTS)
 python-test: $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of the PyTorch backend
-	$(MAKE) --jobs 2 --output-sync python-test-programs python-test-worlds
+	$(MAKE) --jobs 3 --output-sync $(filter-out python-test-alone,$(PYTHON_PARTS))
 	$(MAKE) python-test-alone
 $(PYTHON_PARTS): python-test-%: $(call installed,$(TORCH)) $(PROGRAMS)
 	MAKEFLAGS= $(IN_VENV) python -m pytest tests/python --part $*
@@ -162,11 +162,15 @@ quick: $(call ready,$(TORCH)) ## Runs the smoke tests on an unoptimised build
 softcuda_of = $(CURDIR)/target/softcuda/$(1)
 SOFTCUDA := $(call softcuda_of,$(TORCH))
 IN_SOFTCUDA = $(IN_VENV) SOFTCUDA_HOME="$(SOFTCUDA)" tests/softcuda/run
-.PHONY: softcuda test-cuda
+CUDA_PARTS := python-test-cuda rust-test-cuda acceptance-cuda softcuda-test example-cuda
+.PHONY: softcuda test-cuda $(CUDA_PARTS)
 softcuda: softcuda-$(TORCH) ## Builds the software CUDA for tests
 
-test-cuda: softcuda ## Runs the tests of CUDA tensors, on a software CUDA
-	$(IN_SOFTCUDA) python -m pytest tests/softcuda/tests
+# The longest ones come first, so that two that run beside each other end at about the same time.
+test-cuda: softcuda $(call installed,$(TORCH)) $(PROGRAMS) ## Runs the tests of CUDA tensors, on a software CUDA
+	$(MAKE) --jobs 2 --output-sync $(CUDA_PARTS)
+softcuda-test: softcuda
+	MAKEFLAGS= $(IN_SOFTCUDA) python -m pytest tests/softcuda/tests
 
 # PyTorch's own suite (docs/acceptance.md).
 ACCEPTANCE_SIZES := 2 3 4
@@ -184,20 +188,16 @@ $(call softcuda_of,%)/kernels.so: src/device/kernels.cu $(wildcard tests/softcud
 	$(AS_TWINS) $< -o $@
 $(CUDA_TWINS): tests/softcuda/tests/sample.cu $(wildcard tests/softcuda/include/*.h) | softcuda
 	$(AS_TWINS) $< -o $@
-.PHONY: rust-test-cuda
-test-cuda: rust-test-cuda
 # The compiler of kernels lies in a folder that PyTorch's wheel brings, which a program without PyTorch has to be told.
 FOR_RUST_CUDA = LD_LIBRARY_PATH="$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages/nvidia/cu13/lib)" \
 	SOFTCUDA_HOME="$(SOFTCUDA)" SOFTCUDA_TWINS="$(CUDA_TWINS):$(KERNEL_TWINS)" NCCLX_RS_TEST_CUDA=1
 rust-test-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
-	$(FOR_RUST_CUDA) cargo test --locked --test cuda \
+	MAKEFLAGS= $(FOR_RUST_CUDA) cargo test --locked --test cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" -- $(CUDA_TEST_NAMES)
 
 # The Rust interface without Python: both ranks come to the same line.
-.PHONY: example-cuda
-test-cuda: example-cuda
 example-cuda: softcuda $(KERNEL_TWINS) $(CUDA_TWINS)
-	$(FOR_RUST_CUDA) cargo run --quiet --locked --profile test --example all_reduce_cuda \
+	MAKEFLAGS= $(FOR_RUST_CUDA) cargo run --quiet --locked --profile test --example all_reduce_cuda \
 		--config "target.'cfg(all())'.runner = '$(CURDIR)/tests/softcuda/run'" | grep --count "of 2: y = 3.000 x + 1.000" | grep -qx 2
 
 # Its races, under many seeds.
@@ -220,9 +220,7 @@ samples-cuda: CUDA_TEST_NAMES := product
 samples-cuda: rust-test-cuda
 
 # Those of the PyTorch backend.
-.PHONY: python-test-cuda
-test-cuda: python-test-cuda
-PYTHON_CUDA = SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest
+PYTHON_CUDA = MAKEFLAGS= SOFTCUDA_TWINS="$(KERNEL_TWINS)" $(IN_SOFTCUDA) python -m pytest
 CUDA_INSTALLED := softcuda $(KERNEL_TWINS) $(call installed,$(TORCH))
 python-test-cuda: $(CUDA_INSTALLED) $(PROGRAMS)
 	$(PYTHON_CUDA) tests/cuda_python
@@ -237,8 +235,6 @@ hip: rust-test-cuda $(CUDA_INSTALLED) ## Runs the engine's programs for streams,
 	$(PYTHON_CUDA) tests/cuda_python -m smoke
 
 # PyTorch's own tests of CUDA tensors.
-.PHONY: acceptance-cuda
-test-cuda: acceptance-cuda
 acceptance-cuda: $(CUDA_INSTALLED)
 	BACKEND=ncclx_rs WORLD_SIZE=2 SOFTCUDA_DEVICES=2 $(PYTHON_CUDA) --quiet --timeout 300 tests/acceptance
 

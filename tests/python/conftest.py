@@ -36,8 +36,22 @@ PROGRAM_FILES = (
     "test_torchtitan",
     "test_tutorials",
 )
+# Files whose tests wait most of their time: for what has failed, for time limits and for slow networks.
+FAULT_FILES = (
+    "test_chaos",
+    "test_failures",
+    "test_logging",
+    "test_monitored_barrier",
+    "test_network",
+    "test_peer_loss",
+    "test_rails",
+    "test_reconfigure",
+    "test_rendezvous",
+    "test_security",
+    "test_surroundings",
+)
 # The tests of those files, of the others, and those that are to run alone.
-PARTS = ("programs", "worlds", "alone")
+PARTS = ("programs", "faults", "worlds", "alone")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -117,7 +131,9 @@ QUICK_IMPORT = "a_variable_makes_it_the_default"
 def part_of(item: pytest.Item) -> str:
     if item.get_closest_marker("alone") is not None:
         return "alone"
-    return "programs" if item.path.stem in PROGRAM_FILES else "worlds"
+    if item.path.stem in PROGRAM_FILES:
+        return "programs"
+    return "faults" if item.path.stem in FAULT_FILES else "worlds"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -132,9 +132,9 @@ def test_times_between_hosts_are_those_measured(
         posed = Posed(tuple(hosts[rank // ranks] for rank in range(size)))
         world = World(size, "shm", {"NCCLX_RS_TRANSPORT": "auto"}, posed)
         try:
-            far = world.run(measured, {case: 2 * expected + 0.3 for case, expected in simulated.items()}, join=False)
+            far = world.run(measured, {case: 1.5 * expected + 0.2 for case, expected in simulated.items()}, join=False)
             way.latency = way.gap_per_byte = 0.0
-            near = world.run(measured, dict.fromkeys(simulated, 0.5), join=False)
+            near = world.run(measured, dict.fromkeys(simulated, 0.25), join=False)
         finally:
             world.close()
     ratios = []
