@@ -376,7 +376,7 @@ impl DeviceSide {
         };
         let begun = match part {
             Some(part) => chosen.take(part),
-            None => chosen.begin(&current, all_gather)?,
+            None => chosen.begin(&current, all_gather, &|| group.are_there())?,
         };
         if me.index() == 0 {
             log::info!("communicator `{comm}`: CUDA tensors go by {}", chosen.library());

@@ -460,7 +460,8 @@ impl<'a> OnDevice<'a> {
             turn.generation = 0;
             let (comm, ranks) = (self.comm, (&member.ranks[..], self.called.me()));
             let mut all_gather = |own| tell_all(comm, work.operation(), ranks, work.sequence(), own, until);
-            let library = member.chosen.begin(self.current, &mut all_gather)?;
+            // An abort, for one, ends the operation.
+            let library = member.chosen.begin(self.current, &mut all_gather, &|| !work.is_done())?;
             let before = lock(&member.library).replace(library);
             before.inspect(|before| before.give_up());
             turn.generation = generation;

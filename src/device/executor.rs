@@ -521,7 +521,10 @@ impl Executor {
         if let Some(vendor) = &state.vendor {
             let failed = |error: CudaError| Error::Device { operation: operation(), cause: error.to_string() };
             let current = state.context.enter().map_err(failed)?;
-            vendor.comm.begin_anew(&current, is_touched, &mut |own| ranks.all_gather(own, timeout))?;
+            // The library allocates, which must not spoil a capture.
+            let _relaxed = Relaxed::enter().map_err(failed)?;
+            let mut all_gather = |own| ranks.all_gather(own, timeout);
+            vendor.comm.begin_anew(&current, is_touched, &mut all_gather, &|| ranks.are_there())?;
         }
         self.in_flight.resume(state.before);
         ranks.greatest(0, timeout).map(|_| ())

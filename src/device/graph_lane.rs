@@ -20,7 +20,7 @@ use crate::device::watch::{Left, Replayed};
 use crate::schedule::{Slice, Space};
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
-use crate::sys::cuda::{Batch, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Stream};
+use crate::sys::cuda::{Batch, Context, CudaError, Current, DeviceBytes, DeviceMemory, Event, Module, Stream};
 use crate::types::Rank;
 
 /// What a lane is for.
@@ -76,6 +76,8 @@ struct GraphMemory {
     /// New operations use the last ones, earlier operations the shorter ones before.
     scratch: Vec<DeviceMemory>,
     sums: Vec<DeviceMemory>,
+    /// Of the kernels in the graph.
+    code: Vec<Arc<Module>>,
     _end: Arc<Event>,
 }
 
@@ -133,8 +135,8 @@ impl GraphLane {
             }
         };
         let (counts, tokens) = (of(COUNTS), of(TOKENS));
-        let (scratch, sums) = (vec![], vec![]);
-        let memory = GraphMemory { me, context, layout, counts, tokens, lanes, scratch, sums, _end: end };
+        let (scratch, sums, code) = (vec![], vec![], vec![]);
+        let memory = GraphMemory { me, context, layout, counts, tokens, lanes, scratch, sums, code, _end: end };
         let replay = Replay::new(comm, me, words, layout, width, in_flight);
         GraphLane { purpose, replay, mark: GraphMark::default(), memory: Mutex::new(Some(memory)) }
     }
@@ -247,6 +249,10 @@ impl GraphMemory {
             }
             (Lanes::Plans(lane), &CapturedWork::Plan { programs, element, sum }) => {
                 lane.reset();
+                if let Some(code) = kernels.code().filter(|code| !self.code.iter().any(|kept| Arc::ptr_eq(kept, code)))
+                {
+                    self.code.push(code.clone());
+                }
                 let [scratch, sums] =
                     [&self.scratch, &self.sums].map(|all| [all.last().expect("there is room").bytes(); 2]);
                 let tensors = Tensors { input, output, scratch, sums, parts: &[], element, sum };

@@ -181,8 +181,8 @@ impl GraphLibrary {
             "communicator `{}`: a CUDA graph's replay cannot go on, and what it computes is undefined, now and later: {error}",
             self.comm
         );
-        // Before anything wrong reaches another rank.
-        self.in_flight.fail_next(error);
+        // Before anything wrong reaches another rank, and before the library's communicator is given up.
+        self.in_flight.fail_all(error);
         true
     }
 

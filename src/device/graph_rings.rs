@@ -186,7 +186,8 @@ impl Home for InFlight {
     }
 
     fn fail(&self, error: Error) {
-        self.fail_next(error);
+        // A library's communicator is given up whole.
+        if self.is_by_library() { self.fail_all(error) } else { self.fail_next(error) }
     }
 
     fn in_flight(self: Arc<Self>) -> Arc<dyn Watched> {

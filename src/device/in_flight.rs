@@ -237,6 +237,11 @@ impl InFlight {
         assert!(self.runner.set(runner).is_ok(), "there is one library");
     }
 
+    /// Whether a library runs operations of this lane.
+    pub(crate) fn is_by_library(&self) -> bool {
+        self.runner.get().is_some()
+    }
+
     /// The lane's number, and the words of its ranks.
     pub(crate) fn lane(&self) -> (usize, &Control) {
         (self.lane, &self.control)

@@ -10,7 +10,7 @@ use crate::device::staging::Staging;
 use crate::device::words::WordLayout;
 use crate::schedule::Space;
 use crate::sync::Arc;
-use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, RegisteredWords, Stream, Width};
+use crate::sys::cuda::{Batch, CudaError, Current, DeviceBytes, Module, RegisteredWords, Stream, Width};
 use crate::types::Rank;
 
 /// One rank's end of a lane.
@@ -105,6 +105,9 @@ pub struct Submission<'a> {
 
 /// Launches the kernels of programs.
 pub trait Kernels {
+    /// The code of the kernels, which must stay while a graph has some of them.
+    fn code(&self) -> Option<&Arc<Module>>;
+
     /// Puts a kernel on a stream, by the addresses that `places` gives.
     fn launch(
         &self,

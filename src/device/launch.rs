@@ -14,7 +14,8 @@ use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
 use crate::sys::cuda::{
-    Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Provider, Stream, driver_version, provider,
+    self, Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Provider, Stream, driver_version,
+    provider,
 };
 use crate::types::{DType, ReduceOp};
 
@@ -273,6 +274,11 @@ impl<'a> Cursor<'a> {
 }
 
 impl Kernels for Launches<'_> {
+    fn code(&self) -> Option<&Arc<cuda::Module>> {
+        // Those of a type are of one module.
+        self.kernels.first().map(|(_, kernel)| kernel.module())
+    }
+
     fn launch(
         &self,
         current: &Current<'_>,

@@ -548,11 +548,11 @@ impl State {
         request: &BatchRequest<'_>,
         batch: &Batch,
     ) -> Result<(), SubmitError> {
-        let raw = stream.to_raw();
+        let id = stream.id(current)?;
         // Messages of one channel come one after the other, whatever their streams.
         for Stretch { channel, .. } in stretches {
             let end = self.pairs().end(*channel);
-            if end.last.is_some_and(|last| last != raw) {
+            if end.last.is_some_and(|last| last != id) {
                 stream.wait(current, &end.end)?;
             }
         }
@@ -581,7 +581,7 @@ impl State {
         for Stretch { channel, .. } in stretches {
             let end = self.rings.memory_mut().end_mut(*channel);
             end.end.record(current, stream)?;
-            end.last = Some(raw);
+            end.last = Some(id);
         }
         Ok(())
     }

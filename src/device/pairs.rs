@@ -26,7 +26,8 @@ use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::sync::{Arc, Mutex};
 use crate::sys::cuda::{
-    Batch, Context, CudaError, DeviceBytes, DeviceWord, Event, Provider, RegisteredWords, Stream, Width, provider,
+    Batch, Context, CudaError, DeviceBytes, DeviceWord, Event, Provider, RegisteredWords, Stream, StreamId, Width,
+    provider,
 };
 use crate::sys::nccl::{Nccl, NcclCall, Vendor};
 use crate::sys::words::SharedWords;
@@ -198,7 +199,7 @@ pub(crate) struct End {
     /// That of the last one that a library has put on a stream; zero if there is none.
     pub(crate) by_library: u64,
     /// The stream of the last message, and the event at that message's end.
-    pub(crate) last: Option<u64>,
+    pub(crate) last: Option<StreamId>,
     pub(crate) end: Event,
 }
 
@@ -243,7 +244,7 @@ impl Pair {
         // No library carries what a rank sends itself.
         let library = match names.len() {
             1 => None,
-            _ => library(own, peer, (place, &names), (&context, &members), wanted.timeout, all_gather)?,
+            _ => library(own, peer, (place, &names), (&context, &members), wanted.timeout, all_gather, are_there)?,
         };
         let events = || -> Result<_, CudaError> { Ok([Event::new(&context)?, Event::new(&context)?]) };
         let made = events().map_err(setup::failed("its events"));
@@ -313,6 +314,11 @@ impl Pair {
         batch.write(self.registered.word(self.busy(lane).1), value);
     }
 
+    /// What must stay while a stream may write that word.
+    pub(crate) fn registered(&self) -> Arc<RegisteredWords> {
+        self.registered.clone()
+    }
+
     pub(crate) fn width(&self) -> Width {
         self.width
     }
@@ -330,6 +336,7 @@ fn library(
     (context, members): (&Arc<Context>, &[Member]),
     timeout: Duration,
     all_gather: &mut AllGather<'_>,
+    are_there: &dyn Fn() -> bool,
 ) -> Result<Option<[Library; LANES]>, Error> {
     let PairSetup { comm, me, libraries, .. } = own;
     let Some((chosen, _)) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
@@ -341,7 +348,7 @@ fn library(
     let sent = lane(*me, peer, Direction::Send);
     let mut begin = |(number, branch): (usize, Branch)| -> Result<Library, Error> {
         let direction = if number == sent { Direction::Send } else { Direction::Receive };
-        let comm = chosen.begin(&current, all_gather)?;
+        let comm = chosen.begin(&current, all_gather, are_there)?;
         Ok(Library { comm, direction, peer: 1 - place.0, branch: Arc::new(branch) })
     };
     let [first, second] = made;

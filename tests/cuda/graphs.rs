@@ -235,6 +235,7 @@ fn a_graph_may_stay_when_its_communicator_goes() {
             rank.comm.shutdown().expect("an end");
             // Of one rank alone, too: nobody knows when the others replay.
             if rank.me() == 0 {
+                software.settled();
                 machine.graph.replay(&rank.stream);
                 rank.stream.synchronize().expect("a replay that ends");
                 machine.graph.replay(&rank.stream);

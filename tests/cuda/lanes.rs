@@ -13,7 +13,7 @@ use ncclx_rs::device::words::WordLayout;
 use ncclx_rs::schedule::{Action, Builder, Slice, Space};
 use ncclx_rs::sync::{Arc, Ordering};
 use ncclx_rs::sys::cuda::{
-    Batch, Context, CudaError, Current, Device, DeviceBytes, DeviceMemory, RegisteredWords, Stream, Width,
+    Batch, Context, CudaError, Current, Device, DeviceBytes, DeviceMemory, Module, RegisteredWords, Stream, Width,
     copy_from_host, copy_to_host,
 };
 use ncclx_rs::sys::words::SharedWords;
@@ -30,6 +30,10 @@ const HALF: usize = 4096;
 struct NoKernels;
 
 impl Kernels for NoKernels {
+    fn code(&self) -> Option<&Arc<Module>> {
+        None
+    }
+
     fn launch(&self, _: &Current<'_>, _: &Stream, kernel: &Kernel, _: &Places<'_>) -> Result<(), CudaError> {
         panic!("{kernel:?} in a collective that computes nothing")
     }

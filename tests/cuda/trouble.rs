@@ -13,9 +13,32 @@ use crate::messages::{recv, send};
 use crate::ranks::{OnDevice, Process, data, of_processes, total, world};
 use crate::windows::{Part, signal, wait_signal};
 
+/// Copies memory to other memory on the rank's stream.
+type Copying = fn(&OnDevice, &DeviceMemory, &DeviceMemory) -> Result<Work, Error>;
+
 #[test]
-fn a_stream_with_the_number_of_a_destroyed_one_comes_after_it() {
-    alone("trouble::a_stream_with_the_number_of_a_destroyed_one_comes_after_it", &[&[]], || {
+fn a_collective_comes_after_one_on_a_destroyed_stream_of_the_same_number() {
+    let all_gather: Copying = |rank, from, into| rank.submit(OpKind::AllGather, &[from], &[into]);
+    comes_after_a_destroyed_stream(
+        "trouble::a_collective_comes_after_one_on_a_destroyed_stream_of_the_same_number",
+        all_gather,
+    );
+}
+
+#[test]
+fn a_message_comes_after_one_on_a_destroyed_stream_of_the_same_number() {
+    let to_itself: Copying = |rank, from, into| {
+        let op = |kind, inputs, outputs| rank.op(&rank.stream, kind, inputs, outputs, None);
+        rank.comm.submit_batch(&[op(send(0, 0), &[from], &[]), op(recv(0, 0), &[], &[into])])
+    };
+    comes_after_a_destroyed_stream(
+        "trouble::a_message_comes_after_one_on_a_destroyed_stream_of_the_same_number",
+        to_itself,
+    );
+}
+
+fn comes_after_a_destroyed_stream(test: &str, copy: Copying) {
+    alone(test, &[&[]], || {
         world(1, &[], |mut rank| {
             let memory = [[1.0, 2.0], [0.0; 2], [0.0; 2]].map(|values| rank.memory(&values));
             let [first, second, third] = &memory;
@@ -28,7 +51,7 @@ fn a_stream_with_the_number_of_a_destroyed_one_comes_after_it() {
             let current = rank.context.enter().expect("a context");
             rank.stream.submit(&current, &mut batch).expect("a wait");
             drop(current);
-            let works = [rank.submit(OpKind::AllGather, &[first], &[second]).expect("a work")];
+            let works = [copy(&rank, first, second).expect("a work")];
             let (number, other) = (rank.stream.to_raw(), Stream::new(&rank.context, 0).expect("a stream"));
             drop(std::mem::replace(&mut rank.stream, other));
             let mut made: Vec<Stream> = Vec::new();
@@ -38,7 +61,7 @@ fn a_stream_with_the_number_of_a_destroyed_one_comes_after_it() {
             }
             let again = made.pop().expect("made above");
             let other = std::mem::replace(&mut rank.stream, again);
-            let last = rank.submit(OpKind::AllGather, &[second], &[third]).expect("a work");
+            let last = copy(&rank, second, third).expect("a work");
             // The device has time to run it now, if nothing holds it.
             for _ in 0..100 {
                 other.synchronize().expect("a stream");

@@ -333,6 +333,24 @@ fn a_library_that_does_not_begin_is_the_same_error_everywhere() {
 }
 
 #[test]
+fn an_abort_ends_the_wait_for_a_library_to_begin() {
+    let hang: &[(&str, &str)] = &[FOUR, ("FAKENCCL_FAULT", "1:init:hang")];
+    alone("vendor::an_abort_ends_the_wait_for_a_library_to_begin", &[hang], || {
+        // Longer than the test may take.
+        world_on(&[0, 1], &[("engine", "nccl"), ("connect_timeout_seconds", "3600")], |rank| {
+            let memory = rank.memory(&[1.0]);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(500));
+                    rank.comm.abort("the test is over");
+                });
+                rank.sum(&memory).expect_err("it has been aborted");
+            });
+        });
+    });
+}
+
+#[test]
 fn a_library_that_is_of_no_use_is_one_line_on_all_ranks() {
     let old: &[(&str, &str)] = &[FOUR, ("FAKENCCL_VERSION", "22605")];
     alone("vendor::a_library_that_is_of_no_use_is_one_line_on_all_ranks", &[old], || {

@@ -380,6 +380,29 @@ fn a_rank_that_does_not_replay_is_named_and_the_replay_ends() {
 }
 
 #[test]
+fn what_is_behind_a_replay_that_is_given_up_is_no_success() {
+    alone("vendor_graphs::what_is_behind_a_replay_that_is_given_up_is_no_success", &[&[FOUR], WEAK], || {
+        world_on(&[0, 1], NCCL, |rank| {
+            let memory = rank.memory(&[1.0]);
+            rank.sum(&memory).expect("the first is sound");
+            rank.stream.synchronize().expect("a stream that ends");
+            let graph = summing(&rank, &memory, Some(REPLAY_LIMIT));
+            rank.comm.barrier().expect("all are there");
+            if rank.me() == 0 {
+                graph.replay(&rank.stream);
+                let behind = rank.submit(OpKind::AllReduce(ReduceOp::Sum), &[&memory], &[&memory]).expect("a work");
+                let error = behind.wait(None).expect_err("its library is given up for the replay").to_string();
+                assert!(error.contains("in a replay of a graph: rank(s) 1 are not in this operation"), "{error}");
+                rank.stream.synchronize().expect("a stream that runs out");
+            }
+            rank.comm.barrier().expect("the CPU's engine is not concerned");
+            drop(graph);
+            rank.comm.abort("the test is over");
+        });
+    });
+}
+
+#[test]
 fn an_abort_ends_replays_of_all_ranks() {
     alone("vendor_graphs::an_abort_ends_replays_of_all_ranks", &[&[FOUR]], || {
         for is_elsewhere in [false, true] {
@@ -446,6 +469,31 @@ fn a_graph_may_stay_when_its_communicator_goes() {
                     graph.replay(&rank.stream);
                 }
                 rank.stream.synchronize().expect("a replay that ends");
+            });
+        };
+        run();
+        let living = software.settled();
+        run();
+        wait_until("what graphs had is given back", || software.living() <= living);
+    });
+}
+
+#[test]
+fn messages_in_a_graph_may_stay_when_their_communicator_goes() {
+    alone("vendor_graphs::messages_in_a_graph_may_stay_when_their_communicator_goes", &[&[FOUR]], || {
+        let Some(software) = Software::new() else { return };
+        let run = || {
+            world_on(&[0, 1], NCCL, |rank| {
+                let kept = meet_all(&rank);
+                let ring = ring(&rank, 100, true);
+                ring.replay_and_check(&rank, 1);
+                rank.comm.barrier().expect("all are there");
+                rank.comm.shutdown().expect("an end, which waits for no graph");
+                if rank.me() == 0 {
+                    (0..2).for_each(|_| ring.replay(&rank));
+                }
+                rank.stream.synchronize().expect("replays that end");
+                drop((kept, ring));
             });
         };
         run();

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use super::{Halt, InFlight, NAP_MAX, blame, named, reported, spread};
+use super::{Flight, Halt, InFlight, NAP_MAX, State, blame, named, reported, spread};
 use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
@@ -82,11 +82,19 @@ impl InFlight {
     pub(crate) fn fail_next(&self, error: Error) {
         let (kind, culprit) = self.kind(&error);
         let mut state = lock(&self.state);
-        let number = match (&state.halt, &state.failed) {
-            // Ranks could go on after a disagreement, but not after this.
-            (Some(Halt::Mismatch), Some((failed, _))) => failed.saturating_sub(1),
-            _ => state.last + 1,
-        };
+        let number = state.next();
+        self.give_up(&mut state, number, kind, culprit, error);
+        spread(state);
+    }
+
+    /// Gives up the operations in flight and those to come, and tells the other ranks. To be called before a library's communicator
+    /// is given up for a replay, since that ends eager operations behind the replay as well.
+    pub(crate) fn fail_all(&self, error: Error) {
+        let (kind, culprit) = self.kind(&error);
+        // What the stream has finished is no failure.
+        self.look();
+        let mut state = lock(&self.state);
+        let number = state.flights.front().map_or(u64::MAX, Flight::first).min(state.next());
         self.give_up(&mut state, number, kind, culprit, error);
         spread(state);
     }
@@ -94,5 +102,16 @@ impl InFlight {
     /// How this rank reports an error to the others, and the rank at fault.
     fn kind(&self, error: &Error) -> (FailureKind, Rank) {
         blame(error, self.control.name(self.control.me()))
+    }
+}
+
+impl State {
+    /// The first number that fails where the operations to come do.
+    fn next(&self) -> u64 {
+        match (&self.halt, &self.failed) {
+            // Ranks could go on after a disagreement, but not after this.
+            (Some(Halt::Mismatch), Some((failed, _))) => failed.saturating_sub(1),
+            _ => self.last + 1,
+        }
     }
 }

@@ -137,6 +137,9 @@ impl Messages {
         let carried: Vec<&Stretch> =
             stretches.iter().filter(|stretch| pairs.library(stretch.channel).is_some()).collect();
         for stretch in &carried {
+            // Beside what is kept of rings.
+            let (peer, _) = stretch.channel;
+            recording.waits().keep_for(self.own.size + peer.index(), || pairs.pair(peer).registered());
             let wait = self.wait_for_library(pairs, stretch, operations[1], request);
             recording.waits().holds(wait.library.as_ref().expect("it is of one"));
             recording.waits().note(wait);

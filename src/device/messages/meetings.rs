@@ -286,11 +286,12 @@ impl Messages {
         let (me, tag) = (self.own.me, Tag::ANEW[lane(self.own.me, peer, direction)]);
         let failed = |error: CudaError| Error::Device { operation: message.to_string(), cause: error.to_string() };
         let current = context.enter().map_err(failed)?;
-        library.begin_anew(&current, is_touched, &mut |own| {
+        let mut all_gather = |own: Vec<u8>| {
             peers.tell(peer, tag, own.clone())?;
             let theirs = peers.hear(peer, tag, until.saturating_duration_since(Instant::now()))?;
             Ok(if me < peer { vec![own, theirs] } else { vec![theirs, own] })
-        })
+        };
+        library.begin_anew(&current, is_touched, &mut all_gather, &|| peers.are_there())
     }
 
     fn barrier(

@@ -147,7 +147,7 @@ impl Chosen {
         format!("{} {}", self.library.name(), self.library.version())
     }
 
-    /// Begins a communicator with all ranks.
+    /// Begins a communicator with all ranks. It waits for them while they `are_there`.
     ///
     /// # Errors
     /// The library fails on a rank, and those of `all_gather`. The same on all ranks.
@@ -155,8 +155,9 @@ impl Chosen {
         &self,
         current: &Current<'_>,
         all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
     ) -> Result<Arc<VendorComm>, Error> {
-        Ok(self.with(Arc::new(begin(self, current, all_gather)?)))
+        Ok(self.with(Arc::new(begin(self, current, all_gather, are_there)?)))
     }
 
     /// Takes a communicator that all ranks have already.
@@ -189,7 +190,12 @@ fn is_root(rank: usize, ranks: usize, ranks_per_root: usize) -> bool {
     (0..roots).any(|root| first(root) == rank)
 }
 
-fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>) -> Result<NcclComm, Error> {
+fn begin(
+    chosen: &Chosen,
+    current: &Current<'_>,
+    all_gather: &mut AllGather<'_>,
+    are_there: &dyn Fn() -> bool,
+) -> Result<NcclComm, Error> {
     let Chosen { library, comm, me, names, limit, fields, ranks_per_root, .. } = chosen;
     let failed =
         |cause| InitError::Os { comm: comm.to_owned(), what: format!("a communicator of {}", chosen.library()), cause };
@@ -208,7 +214,7 @@ fn begin(chosen: &Chosen, current: &Current<'_>, all_gather: &mut AllGather<'_>)
     let begun = NcclComm::begin(library, current, &ids, (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
-        Ok(raw) => match wait(|| raw.progress(), *limit, || false) {
+        Ok(raw) => match wait(|| raw.progress(), *limit, || !are_there()) {
             Ok(Progress::Done) => (Some(raw), Beginning::Begun),
             Ok(Progress::Going) => (Some(raw), Beginning::Late),
             Err(error) => (Some(raw), Beginning::Failed(error.to_string())),
@@ -341,6 +347,7 @@ impl VendorComm {
         current: &Current<'_>,
         is_touched: bool,
         all_gather: &mut AllGather<'_>,
+        are_there: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let Chosen { comm, names, .. } = &self.chosen;
         let is_held = lock(&self.raw).is_held();
@@ -359,7 +366,7 @@ impl VendorComm {
         }
         // On a thread of its own: the device may wait for a rank that waits for this rank here.
         abort_aside(lock(&self.raw).clone());
-        let raw = begin(&self.chosen, current, all_gather)?;
+        let raw = begin(&self.chosen, current, all_gather, are_there)?;
         *lock(&self.raw) = Arc::new(raw);
         lock(&self.connected).clear();
         // Relaxed: as in `give_up`.

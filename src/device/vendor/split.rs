@@ -223,7 +223,7 @@ impl VendorComm {
         };
         made.into_iter().for_each(|made| abort_aside(Arc::new(made)));
         // The library is done for with the one that it could not split.
-        self.begin_anew(current, true, all_gather).inspect_err(|_| self.give_up())?;
+        self.begin_anew(current, true, all_gather, &|| others.are_there()).inspect_err(|_| self.give_up())?;
         let what = format!("a split of its communicator of {}", chosen.library());
         Err(InitError::Os { comm: chosen.comm.clone(), what, cause }.into())
     }
@@ -274,7 +274,7 @@ fn split(
         }
         (Ok(Progress::Done), None) => (None, Beginning::Begun),
         (Ok(Progress::Done), Some(made)) => {
-            let begun = match wait(|| made.progress(), chosen.limit, || false) {
+            let begun = match wait(|| made.progress(), chosen.limit, || !others.are_there()) {
                 Ok(Progress::Done) => Beginning::Begun,
                 Ok(Progress::Going) => Beginning::Late,
                 Err(error) => failed(error),

@@ -6,8 +6,9 @@ use std::ffi::c_void;
 use super::context::Current;
 use super::error::CudaError;
 use super::memory::DeviceBytes;
-use super::module::Function;
+use super::module::{Function, Module};
 use super::stream::Stream;
+use crate::sync::Arc;
 use crate::types::DType;
 
 /// The most blocks that a kernel combines.
@@ -68,6 +69,11 @@ impl Combine {
     pub unsafe fn new(function: Function, parameters: Parameters, from: usize, into: usize) -> Combine {
         assert!(from > 0 && into > 0);
         Combine { function, parameters, from, into }
+    }
+
+    /// The module that has it.
+    pub fn module(&self) -> &Arc<Module> {
+        self.function.module()
     }
 
     /// The bytes of an element, and of a result.

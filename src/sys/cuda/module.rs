@@ -27,7 +27,7 @@ unsafe impl Sync for Module {}
 #[derive(Clone, Debug)]
 pub struct Function {
     raw: CUfunction,
-    _module: Arc<Module>,
+    module: Arc<Module>,
 }
 
 // SAFETY: as its module.
@@ -57,7 +57,7 @@ impl Module {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
         // SAFETY: `threads` is a place for the result. To tell anything, the driver loads what it loads lazily.
         unsafe { call!(cuFuncGetAttribute(&raw mut threads, attribute, raw)) }?;
-        Ok(Function { raw, _module: self.clone() })
+        Ok(Function { raw, module: self.clone() })
     }
 }
 
@@ -69,6 +69,11 @@ impl Drop for Module {
 }
 
 impl Function {
+    /// The module that has it. A graph does not keep the modules of its kernels.
+    pub fn module(&self) -> &Arc<Module> {
+        &self.module
+    }
+
     /// Puts the kernel on a stream: `blocks` times `threads` of them, with pointers to its parameters.
     ///
     /// # Safety

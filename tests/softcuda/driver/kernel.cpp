@@ -16,11 +16,13 @@
 struct CUfunc_st {
   std::string name;
   const softcuda::Twin* twin;
+  std::weak_ptr<const void> code;
 };
 
 struct CUmod_st {
   std::string image;
   std::map<std::string, std::unique_ptr<CUfunc_st>> functions;
+  std::shared_ptr<const void> code = std::make_shared<const char>();
 };
 
 using namespace softcuda;
@@ -61,7 +63,7 @@ CUresult find(CUfunction* function, CUmodule module, const char* name) {
   const Twin* twin = is_in_image ? find_twin(name) : nullptr;
   if (!twin) return CUDA_ERROR_NOT_FOUND;
   auto& known = module->functions[name];
-  if (!known) known = std::make_unique<CUfunc_st>(CUfunc_st{name, twin});
+  if (!known) known = std::make_unique<CUfunc_st>(CUfunc_st{name, twin, module->code});
   *function = known.get();
   return CUDA_SUCCESS;
 }
@@ -71,7 +73,7 @@ CUmodule as_module(CUlibrary library) { return reinterpret_cast<CUmodule>(librar
 CUresult launch_function(CUfunction function, const unsigned* dims, CUstream stream, void** parameters, void** extra) {
   if (!function) return CUDA_ERROR_INVALID_HANDLE;
   if (extra) return CUDA_ERROR_NOT_SUPPORTED;  // parameters as one buffer
-  return launch(stream, *function->twin, dims, parameters);
+  return launch(stream, *function->twin, function->code, dims, parameters);
 }
 
 CUresult attribute_of_kernel(int* value, CUfunction_attribute attribute) {
@@ -86,7 +88,7 @@ SOFTCUDA_EXPORT CUresult softcuda_launch_named(const char* kernel, unsigned* dim
   static Site site("cuLaunchKernel");
   if (CUresult refused = enter(site, Rule::Plain)) return refused;
   const Twin* twin = find_twin(kernel);
-  return twin ? launch(stream, *twin, dims, parameters) : CUDA_ERROR_NO_BINARY_FOR_GPU;
+  return twin ? launch(stream, *twin, lasting_code(), dims, parameters) : CUDA_ERROR_NO_BINARY_FOR_GPU;
 }
 
 API cuModuleLoadData(CUmodule* module, const void* image) {

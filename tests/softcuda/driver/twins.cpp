@@ -185,7 +185,14 @@ const Twin* find_twin(const char* kernel) {
   return nullptr;
 }
 
-CUresult launch(CUstream handle, const Twin& twin, const unsigned* dims, void** parameters) {
+std::weak_ptr<const void> lasting_code() {
+  static const auto code = std::make_shared<const char>();
+  return code;
+}
+
+CUresult launch(CUstream handle, const Twin& twin, std::weak_ptr<const void> code, const unsigned* dims,
+                void** parameters) {
+  int device = 0;
   {
     Lock lock(state());
     CUstream stream = resolve(handle);
@@ -194,6 +201,7 @@ CUresult launch(CUstream handle, const Twin& twin, const unsigned* dims, void** 
       return breach(CUDA_ERROR_INVALID_HANDLE, "%s: the stream is of device %d, and the thread works on device %d",
                     current_call(), stream->device, current_device());
     }
+    device = stream->device;
   }
   const unsigned threads = dims[3] * dims[4] * dims[5];
   if (!dims[0] || !dims[1] || !dims[2] || !threads || threads > LARGEST_BLOCK) return CUDA_ERROR_INVALID_VALUE;
@@ -203,7 +211,11 @@ CUresult launch(CUstream handle, const Twin& twin, const unsigned* dims, void** 
     copied.emplace_back(bytes, bytes + twin.sizes[i]);
   }
   return submit(handle, CU_GRAPH_NODE_TYPE_KERNEL,
-                [&twin, dims = std::vector<unsigned>(dims, dims + 6), copied] { run(twin, dims, copied); });
+                [&twin, code, device, dims = std::vector<unsigned>(dims, dims + 6), copied] {
+                  // A graph does not keep the module of its kernels.
+                  if (!code.lock()) return break_device(device, CUDA_ERROR_ILLEGAL_INSTRUCTION);
+                  run(twin, dims, copied);
+                });
 }
 
 }  // namespace softcuda
