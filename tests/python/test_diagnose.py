@@ -67,6 +67,12 @@ def linked(dump: Dump, links: dict[int, Link]) -> Dump:
     return replace(dump, peers=[replace(peer, link=links.get(peer.rank)) for peer in dump.peers])
 
 
+def grown(dump: Dump, size: int) -> Dump:
+    """The dump in a larger communicator, of whose further ranks nothing was heard."""
+    more = [Peer(rank, 0, 0, None, None, None) for rank in range(dump.size, size)]
+    return replace(dump, size=size, members=list(range(size)), peers=dump.peers + more)
+
+
 def of(size: int, *dumps: Dump) -> Communicator:
     return Communicator("00ff", "main", size, {dump.rank: dump for dump in dumps})
 
@@ -163,6 +169,77 @@ def test_a_rank_that_left_after_a_failure_is_not_dead() -> None:
     assert diagnosis.ranks_at_fault == [2]
 
 
+def test_the_living_are_not_to_blame_for_a_death() -> None:
+    # Rank 1 waits for rank 0, and that for rank 3.
+    waiting = dump(0, 4, message("recv", 3), rank3="it closed the connection")
+    diagnosis = analyze(of(4, waiting, dump(1, 4, message("recv", 0))))
+    assert diagnosis.ranks_at_fault == [3]
+    (chained,) = (finding for finding in diagnosis.findings if finding.kind == "unmatched")
+    assert chained.details == ("rank 0 waits itself, in the end for rank 3",)
+    diagnosis = analyze(of(4, dump(0, 4, message("recv", 2), rank3="it closed the connection")))
+    assert diagnosis.ranks_at_fault == [3] and "rank 2 left no dump" in diagnosis.findings[1].text
+    failed = collective(1, "failed", failure="rank 3 is lost")
+    diagnosis = analyze(of(4, *(dump(rank, 4, collective(0), failed, rank3="its process ended") for rank in (0, 1))))
+    died, absent = diagnosis.findings
+    assert "ranks 2-3 did not call" in absent.text and absent.ranks == died.ranks == (3,)
+
+
+def test_an_old_dump_does_not_hide_a_death() -> None:
+    survived = collective(0, "failed", ended=500, failure="the ranks disagree")
+    lost = collective(2, "failed", ended=3000, failure="rank 1 is lost: its process ended")
+    one = dump(0, 2, survived, collective(1), lost, rank1="its process ended")
+    for records in ([survived], [survived, collective(1)], [collective(0)]):
+        old = replace(dump(1, 2, *records), time=1900)
+        died, absent = analyze(of(2, one, old)).findings
+        assert (died.kind, died.ranks, absent.kind, absent.ranks) == ("died", (1,), "missing", (1,)), records
+        assert absent.details == ("rank 1 is dead",)
+    # Who wrote it since has left.
+    assert "died" not in {finding.kind for finding in analyze(of(2, one, replace(old, time=2100))).findings}
+
+
+def test_what_was_survived_does_not_hide_the_present() -> None:
+    survived = collective(0, "failed", ended=500, failure="timed out")
+    unread = replace(message("recv", 1, state="failed"), ended=400)
+    waiting = [dump(rank, 3, survived, unread, collective(1), collective(2, "running")) for rank in (0, 1)]
+    # Rank 2 has written one at the first failure, or of late.
+    for late in (dump(2, 3, survived, collective(1)), replace(dump(2, 3, survived), time=600)):
+        (finding,) = analyze(of(3, *waiting, late)).findings
+        assert (finding.kind, finding.ranks) == ("missing", (2,)) and "did not call collective 2" in finding.text
+    # The others' recorders have forgotten that failure.
+    forgetful = [dump(rank, 3, collective(98), collective(99, "running")) for rank in (0, 1)]
+    old = replace(dump(2, 3, survived, collective(1, "queued")), time=1_000_000)
+    (finding,) = analyze(of(3, *(replace(one, collectives=100) for one in forgetful), old)).findings
+    assert finding.ranks == (2,) and "did not call collective 99" in finding.text
+    forgetful = [dump(rank, 3, collective(98), collective(99, "running", submitted=9_000_000)) for rank in (0, 1)]
+    (finding,) = analyze(of(3, *forgetful, old)).findings
+    assert finding.details[0].endswith("; its dump is from 8 s before that call")
+    # If nothing is wrong since, the last failure is shown.
+    last = collective(2, "failed", ended=2500, failure="timed out")
+    both = [dump(rank, 2, survived, collective(1), last, collective(3)) for rank in (0, 1)]
+    (finding,) = analyze(of(2, *both)).findings
+    assert finding.text.startswith("collective 2, ")
+
+
+TIMED_OUT = f"{CALL} timed out after a timeout of 1.5s: collective 0: rank(s) 2 did not call it; rank(s) 0, 1 did"
+
+
+def test_a_rank_that_calls_when_others_have_given_up_is_late() -> None:
+    gave_up = [dump(rank, 3, collective(0, "failed", ended=1_500_000, failure=TIMED_OUT)) for rank in (0, 1)]
+    late = dump(2, 3, collective(0, "failed", submitted=4_000_000, ended=4_000_100, failure="rank 0 reported"))
+    (finding,) = analyze(of(3, *gave_up, late)).findings
+    assert (finding.kind, finding.ranks) == ("late", (2,))
+    assert finding.text == f"rank 2 called collective 0, {CALL} after rank 0 had given it up"
+    assert finding.details == ("rank 2 called it 2.5 s after that", TIMED_OUT)
+    # Another one has not come at all.
+    kinds = {
+        finding.kind: finding.ranks for finding in analyze(of(4, *(grown(one, 4) for one in (*gave_up, late)))).findings
+    }
+    assert kinds == {"missing": (3,), "late": (2,)}
+    # Others failed for another reason, such as sizes that differ.
+    disagree = [dump(rank, 3, collective(0, "failed", ended=1500, failure="the ranks disagree")) for rank in (0, 1)]
+    assert not analyze(of(3, *disagree, late)).ranks_at_fault
+
+
 def test_the_minority_disagrees() -> None:
     other = "all_reduce(SUM, 5 × float32)"
     dumps = [dump(rank, 3, collective(0, "failed", *([other] if rank == 1 else []))) for rank in range(3)]
@@ -179,6 +256,24 @@ def test_messages_that_do_not_meet_are_shown_together() -> None:
     assert all(finding.kind == "unmatched" and not finding.ranks for finding in findings)
     assert "rank 0 called recv(16 bytes from rank 1, tag 3)" in findings[0].text
     assert findings[0].details == ("rank 1 called send(16 bytes to rank 0, tag 4)",)
+
+
+def test_a_short_message_with_another_tag_is_shown_though_its_send_is_over() -> None:
+    one = dump(0, 2, message("recv", 1, 2, "completed"), message("recv", 1, 3))
+    two = dump(1, 2, message("send", 0, 2, "completed"), message("send", 0, 4, "completed"))
+    (finding,) = analyze(of(2, one, two)).findings
+    assert not finding.ranks and finding.details == ("rank 1 called send(16 bytes to rank 0, tag 4)",)
+
+
+def test_the_two_ends_of_a_message_may_differ_in_size() -> None:
+    for failure in (
+        "recv(16 bytes from rank 1, tag 3): rank 1 sent 32 bytes, the receive expects 16",
+        "recv(16 bytes from rank 1, tag 3): the ranks disagree on message 1 from rank 1 to rank 0: rank 0 called",
+    ):
+        failed = replace(message("recv", 1, 3, "failed"), failure=failure)
+        for other in ([dump(1, 2, message("send", 0, 3, "completed"))], []):
+            (finding,) = analyze(of(2, dump(0, 2, failed), *other)).findings
+            assert (finding.kind, finding.ranks, finding.text) == ("mismatch", (), f"rank 0 called {failure}")
 
 
 def test_a_message_that_both_are_in_is_nobodys_fault() -> None:
@@ -280,6 +375,9 @@ def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:
     save(tmp_path, Dump(**(vars(old) | {"time": 1})), new)
     (communicator,) = read(tmp_path).communicators
     assert communicator.dumps[0].records[0].state == "completed"
+    # The job was started again.
+    save(tmp_path, replace(new, id="0001", time=9_000_001), replace(new, id="0fff", time=2))
+    assert [communicator.id for communicator in read(tmp_path).communicators] == ["0fff", "00ff", "0001"]
 
 
 def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +394,21 @@ def test_exit_codes_json_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(tmp_path)]) == UNCLEAR  # rank 0 knows that rank 1 has called it
     save(tmp_path, Dump(**(vars(dump(0, 2, failed)) | {"time": 9_900_000})))
     assert main([str(tmp_path)]) == BLAMED and "to blame: rank 1" in capsys.readouterr().out
+
+
+def test_ranks_of_a_part_of_the_job_are_named_as_the_job_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = {0: [collective(0, "failed")], 1: []}
+    save(tmp_path, *(replace(dump(rank, 2, *own), members=[6, 4], process=70 + rank) for rank, own in records.items()))
+    assert main([str(tmp_path)]) == BLAMED
+    out = capsys.readouterr().out
+    assert "communicator `main`, 2 ranks, in the job 6, 4\n" in out
+    assert "to blame: rank 1\n    rank 1 is rank 4 of the job, process 71\n" in out
+    assert main([str(tmp_path), "--json"]) == BLAMED
+    assert json.loads(capsys.readouterr().out)[0]["members"] == [6, 4]
+    whole = report.text(analyze(of(2, *(dump(rank, 2, *own) for rank, own in records.items()))))
+    assert "2 ranks\n  to blame: rank 1\n    rank 1 is process 77\n" in whole
 
 
 # ---- dumps that ranks leave ----
@@ -360,12 +473,34 @@ def tags_differ(rank: int, size: int, folder: str) -> None:
         comm.abort()
 
 
+def one_calls_late(rank: int, size: int, folder: str) -> None:
+    with recorded(rank, size, folder) as comm, leaving_together():
+        comm.set_timeout(1.5)
+        if rank == 1:
+            time.sleep(3)
+        with pytest.raises(RuntimeError, match="timed out"):
+            comm.all_reduce(torch.ones(9), ReduceOp.SUM, False)
+
+
+def sizes_differ(rank: int, size: int, folder: str) -> None:
+    with recorded(rank, size, folder) as comm, leaving_together():
+        if rank == 0:
+            comm.send(torch.ones(8), 1, False)
+        elif rank == 1:
+            with pytest.raises(RuntimeError, match="rank 0 sent 32 bytes, the receive expects 16"):
+                comm.recv(torch.ones(4), 0, False)
+        if rank != 1:
+            ncclx_rs.dump(folder)
+
+
 CASES = {
     one_does_not_call: (
         BLAMED,
         "to blame: rank 1",
         "collective 3, all_reduce(SUM, 9 × float32), which rank",
     ),
+    one_calls_late: (BLAMED, "to blame: rank 1\n    rank 1 is process ", "rank 1 called it "),
+    sizes_differ: (UNCLEAR, "rank 1 called recv(16 bytes from rank 0", "rank 0 sent 32 bytes, the receive expects 16"),
     one_is_killed: (BLAMED, "to blame: rank 2", "rank 2 died: "),
     one_calls_another_size: (BLAMED, "to blame: rank 2", "rank 2 called all_reduce(SUM, 6 × float32)"),
     tags_differ: (UNCLEAR, "rank 0 called send(400000 bytes to rank 1, tag 5)", "rank 1 called recv(400000 bytes"),

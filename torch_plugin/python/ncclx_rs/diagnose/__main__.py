@@ -96,6 +96,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
         "communicator": communicator.name,
         "id": communicator.id,
         "size": communicator.size,
+        "members": communicator.members,
         "dumps": sorted(communicator.dumps),
         "ranks_at_fault": diagnosis.ranks_at_fault,
         "findings": [asdict(finding) for finding in diagnosis.findings],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
+from ncclx_rs.diagnose.dumps import Communicator, Record
 from ncclx_rs.diagnose.links import SlowLink, slow_links
+from ncclx_rs.diagnose.troubles import Troubles, died, present
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,10 @@ class Finding:
     """One thing that went wrong.
 
     Attributes:
-        kind: "died"; "mismatch", the ranks called different collectives; "missing", a rank did not call a collective
-            that others wait in; "unmatched", a send or receive without its counterpart; "slow_link", all ranks called
-            the collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
+        kind: "died"; "mismatch", the ranks called different collectives, or the two ends of a message differ;
+            "missing", a rank did not call a collective that others wait in; "late", it called that when others had
+            given it up; "unmatched", a send or receive without its counterpart; "slow_link", all ranks called the
+            collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
         ranks: the ranks at fault; empty if they are not known.
         text: one sentence.
         details: further sentences.
@@ -74,13 +77,12 @@ def ranks(numbers: Iterable[int]) -> str:
 def analyze(communicator: Communicator) -> Diagnosis:
     """Looks for dead ranks, for the first collective that failed, for unmatched messages and for slow connections."""
     diagnosis = Diagnosis(communicator)
-    dead = _dead(communicator)
+    troubles = present(communicator)
+    dead = died(communicator, troubles)
     diagnosis.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
     for device in (False, True):
-        collective = _collective(communicator, dead, device)
-        if collective is not None:
-            diagnosis.findings.append(collective)
-    diagnosis.findings += _messages(communicator, dead)
+        diagnosis.findings += _collective(communicator, troubles, dead, device)
+    diagnosis.findings += _messages(communicator, troubles, dead)
     _compare_arrivals(diagnosis)
     diagnosis.links = slow_links(communicator)
     if diagnosis.links:
@@ -104,69 +106,84 @@ def _ends(links: list[SlowLink]) -> tuple[int, ...]:
 _ALIKE = 10
 
 
-def _dead(communicator: Communicator) -> dict[int, str]:
-    """The ranks that others have lost and that left no dump, each with the reason that another rank recorded."""
-    dead: dict[int, str] = {}
-    for dump in communicator.dumps.values():
-        for peer in dump.peers:
-            if peer.lost is not None and peer.rank not in communicator.dumps:
-                dead.setdefault(peer.rank, peer.lost)
-    return dict(sorted(dead.items()))
-
-
-def _unfinished(dump: Dump, device: bool) -> Record | None:
-    """The first collective that a rank called there and did not complete."""
-    return min(
-        (record for record in dump.collectives_on(device) if record.state != "completed"),
-        key=lambda record: record.sequence,
-        default=None,
-    )
-
-
-def _collective(communicator: Communicator, dead: dict[int, str], device: bool) -> Finding | None:
+def _collective(communicator: Communicator, troubles: Troubles, dead: dict[int, str], device: bool) -> list[Finding]:
     """Compares the ranks at the first collective on the CPU, or on the device, that some rank did not complete."""
-    stuck = [record for dump in communicator.dumps.values() if (record := _unfinished(dump, device))]
+    stuck = [record for own in troubles.values() for record in own if record.collective and record.device is device]
     if not stuck:
-        return None
-    sequence = min(record.sequence for record in stuck)
+        return []
+    first = min(stuck, key=lambda record: record.sequence)
+    sequence, place = first.sequence, first.place
     by_call: dict[str, list[int]] = defaultdict(list)
+    records: dict[int, Record] = {}
     for rank, dump in communicator.dumps.items():
         if (record := dump.collective(sequence, device)) is not None:
             by_call[record.call].append(rank)
+            records[rank] = record
     calls = sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
-    place = next(record.place for record in stuck if record.sequence == sequence)
     what = f"{place}, {calls[0][0]}"
     if len(calls) > 1:
         most = len(calls[0][1])
         minority = [rank for _, called in calls if len(called) < most for rank in called]
         details = tuple(f"{ranks(called)} called {call}" for call, called in calls)
-        return Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on {place}", details)
+        return [Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on {place}", details)]
     came = set(calls[0][1])
     if not device:
         came |= {peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence}
     missing = [rank for rank in range(communicator.size) if rank not in came]
+    late = [] if dead else _late(what, records)
     if missing:
-        details = tuple(_instead(communicator, rank, dead) for rank in missing)
+        details = tuple(_instead(communicator, rank, dead, first) for rank in missing)
         text = f"{ranks(missing)} did not call {what}, which {ranks(came)} did"
-        return Finding("missing", tuple(missing), text, details)
+        return [Finding("missing", _to_blame(missing, dead), text, details), *late]
     if dead:
-        return Finding("hang", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")
+        return [Finding("hang", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")]
+    if late:
+        return late
     failures = {record.failure for record in stuck if record.sequence == sequence and record.failure}
-    return Finding("hang", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))
+    return [Finding("hang", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))]
 
 
-def _instead(communicator: Communicator, rank: int, dead: dict[int, str]) -> str:
-    """What a rank did instead of calling the collective."""
+def _to_blame(suspects: Iterable[int], dead: dict[int, str]) -> tuple[int, ...]:
+    """The ranks at fault among those that others waited for: if ranks have died, no other one."""
+    return tuple(rank for rank in suspects if not dead or rank in dead)
+
+
+# How the engine says that an operation's time was over, for want of ranks and not of a resource.
+_TIMED_OUT = re.compile(r"timed out after a timeout of \S+: ")
+
+
+def _late(what: str, records: dict[int, Record]) -> list[Finding]:
+    """The ranks that called a collective after another one's time was over, by the clocks of their hosts."""
+    over = [
+        (record.ended, rank, record.failure)
+        for rank, record in records.items()
+        if record.ended is not None and record.failure and _TIMED_OUT.search(record.failure)
+    ]
+    if not over:
+        return []
+    end, first, failure = min(over)
+    late = {rank: record.submitted - end for rank, record in sorted(records.items()) if record.submitted > end}
+    details = tuple(f"rank {rank} called it {after / 1e6:.1f} s after that" for rank, after in late.items())
+    text = f"{ranks(late)} called {what} after rank {first} had given it up"
+    return [Finding("late", tuple(late), text, (*details, failure))] if late else []
+
+
+def _instead(communicator: Communicator, rank: int, dead: dict[int, str], stuck: Record) -> str:
+    """What a rank did instead of calling the collective of another rank's record."""
+    if rank in dead:
+        return f"rank {rank} is dead"
     dump = communicator.dumps.get(rank)
     if dump is None:
-        return f"rank {rank} {'is dead' if rank in dead else 'left no dump: it may be stopped, or busy elsewhere'}"
+        return f"rank {rank} left no dump: it may be stopped, or busy elsewhere"
+    before = (stuck.submitted - dump.time) / 1e6
+    note = f"; its dump is from {before:.0f} s before that call" if before >= 1 else ""
     waiting = next((record for record in dump.records if record.state in ("running", "queued")), None)
     if waiting is not None:
-        return f"rank {rank} is in {_named(waiting)} since {(dump.time - waiting.submitted) / 1e6:.1f} s"
+        return f"rank {rank} is in {_named(waiting)} since {(dump.time - waiting.submitted) / 1e6:.1f} s{note}"
     if not dump.records:
-        return f"rank {rank} has called nothing"
+        return f"rank {rank} has called nothing{note}"
     last = dump.records[-1]
-    return f"rank {rank} last called {_named(last)}, {(dump.time - last.submitted) / 1e6:.1f} s before its dump"
+    return f"rank {rank} last called {_named(last)}, {(dump.time - last.submitted) / 1e6:.1f} s before its dump{note}"
 
 
 def _named(record: Record) -> str:
@@ -176,29 +193,30 @@ def _named(record: Record) -> str:
 _COUNTERPART = {"send": "recv", "recv": "send"}
 
 
-def _messages(communicator: Communicator, dead: dict[int, str]) -> list[Finding]:
+def _messages(communicator: Communicator, troubles: Troubles, dead: dict[int, str]) -> list[Finding]:
     """Sends and receives that did not complete.
 
     If the peer waits for a third rank, the rank at the end of that chain is at fault.
     """
     findings: list[Finding] = []
     waits: dict[int, int] = {}
-    for rank, dump in sorted(communicator.dumps.items()):
-        for record in dump.records:
+    for rank, records in sorted(troubles.items()):
+        for record in records:
             wanted = _COUNTERPART.get(record.operation)
-            if wanted is None or record.state == "completed" or record.peer is None or record.peer == rank:
+            if wanted is None or record.peer is None or record.peer == rank:
                 continue
-            other = communicator.dumps.get(record.peer)
-            if other is None and record.peer in dead:
+            if record.peer in dead:
+                waits.setdefault(rank, record.peer)
                 continue  # the finding of its death says so
-            finding = _unmatched(rank, record, record.peer, wanted, other)
+            finding = _unmatched(communicator, rank, record, record.peer, wanted)
             if finding.ranks:
                 waits.setdefault(rank, record.peer)
             findings.append(finding)
     for index, finding in enumerate(findings):
         if finding.ranks and (last := _last(finding.ranks[0], waits)) not in finding.ranks:
             detail = f"rank {finding.ranks[0]} waits itself, in the end for rank {last}"
-            findings[index] = replace(finding, ranks=(last,), details=(detail,))
+            findings[index] = finding = replace(finding, ranks=(last,), details=(detail,))
+        findings[index] = replace(finding, ranks=_to_blame(finding.ranks, dead))
     return sorted(findings, key=lambda finding: len(finding.details))
 
 
@@ -213,11 +231,29 @@ def _last(rank: int, waits: dict[int, int]) -> int:
     return last
 
 
-def _unmatched(rank: int, record: Record, peer: int, wanted: str, other: Dump | None) -> Finding:
+# How the engine says that the two ends of a message differ.
+_DIFFER = re.compile(r"sent \d+ bytes, the receive expects|expected \d+ bytes, not|the ranks disagree on message")
+
+
+def _unmatched(communicator: Communicator, rank: int, record: Record, peer: int, wanted: str) -> Finding:
+    if record.failure and _DIFFER.search(record.failure):
+        return Finding("mismatch", (), f"rank {rank} called {record.failure}")
+    other = communicator.dumps.get(peer)
     if other is None:
         return Finding("unmatched", (peer,), f"rank {rank} waits in {record.call}; rank {peer} left no dump")
-    unfinished = [their for their in other.records if their.operation == wanted and their.state != "completed"]
-    facing = [their for their in unfinished if their.peer in (rank, None)]
+    # A short send completes also if nobody receives it: as one with a tag that this rank has not asked for.
+    asked = {
+        own.tag
+        for own in communicator.dumps[rank].records
+        if own.operation == record.operation and own.peer in (peer, None)
+    }
+    facing = [
+        their
+        for their in other.records
+        if their.operation == wanted
+        and their.peer in (rank, None)
+        and (their.state != "completed" or (wanted == "send" and their.tag not in asked))
+    ]
     if not facing:
         text = f"rank {rank} waits in {record.call}, for which rank {peer} has called no {wanted}"
         return Finding("unmatched", (peer,), text)

@@ -155,6 +155,16 @@ class Communicator:
     size: int
     dumps: dict[int, Dump] = field(default_factory=dict)
 
+    @property
+    def members(self) -> list[int]:
+        """The job's numbers of the ranks, in the order of their ranks here; every dump has them."""
+        return next((dump.members for dump in self.dumps.values()), list(range(self.size)))
+
+    @property
+    def newest(self) -> int:
+        """When the newest dump was written."""
+        return max(dump.time for dump in self.dumps.values())
+
     def keep(self, dump: Dump) -> None:
         """Adds a dump. If a rank has several, the newest counts."""
         other = self.dumps.get(dump.rank)
@@ -185,7 +195,7 @@ def read(folder: str | Path) -> Folder:
             unreadable[file] = str(error)
             continue
         found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).keep(dump)
-    return Folder(sorted(found.values(), key=lambda communicator: communicator.name), unreadable)
+    return Folder(sorted(found.values(), key=lambda communicator: (communicator.name, communicator.newest)), unreadable)
 
 
 def parse(text: str) -> Dump:

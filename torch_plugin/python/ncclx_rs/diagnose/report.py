@@ -11,16 +11,20 @@ from ncclx_rs.diagnose.dumps import Communicator, Record
 _MOST_DETAILS = 8
 _MOST_FINDINGS = 6
 _MOST_LINKS = 3
+_MOST_BLAMED = 4
+_MOST_MEMBERS = 16
 
 
 def text(diagnosis: Diagnosis) -> str:
     """One communicator's diagnosis as text."""
     communicator = diagnosis.communicator
     silent = [rank for rank in range(communicator.size) if rank not in communicator.dumps]
-    head = f"communicator `{communicator.name}`, {communicator.size} ranks"
+    head = f"communicator `{communicator.name}`, {communicator.size} ranks{_in_the_job(communicator)}"
     lines = [head + (f"; no dump of {ranks(silent)}" if silent else "")]
     if diagnosis.ranks_at_fault:
         lines.append(f"  to blame: {ranks(diagnosis.ranks_at_fault)}")
+        known = [line for rank in diagnosis.ranks_at_fault if (line := _known(communicator, rank))]
+        lines += _few(known, _MOST_BLAMED, "    ")
     elif not diagnosis.findings:
         lines.append("  nothing went wrong")
     for finding in diagnosis.findings[:_MOST_FINDINGS]:
@@ -33,6 +37,26 @@ def text(diagnosis: Diagnosis) -> str:
         shown = [f"    rank {link.sender} to rank {link.receiver}: {link.text}" for link in diagnosis.links]
         lines += _few(shown, _MOST_LINKS, "    ")
     return "\n".join(lines + _stragglers(diagnosis))
+
+
+def _is_part(communicator: Communicator) -> bool:
+    """Whether the job has other numbers for the ranks."""
+    return communicator.members != list(range(communicator.size))
+
+
+def _in_the_job(communicator: Communicator) -> str:
+    if not _is_part(communicator):
+        return ""
+    numbers = [str(member) for member in communicator.members[:_MOST_MEMBERS]]
+    return f", in the job {', '.join(numbers)}{', …' if communicator.size > _MOST_MEMBERS else ''}"
+
+
+def _known(communicator: Communicator, rank: int) -> str:
+    """What a rank is outside the communicator, as far as that says more."""
+    dump = communicator.dumps.get(rank)
+    names = [f"rank {communicator.members[rank]} of the job"] if _is_part(communicator) else []
+    names += [f"process {dump.process}"] if dump is not None else []
+    return f"    rank {rank} is {', '.join(names)}" if names else ""
 
 
 def _few(lines: list[str], most: int, indent: str) -> list[str]:
