@@ -360,14 +360,15 @@ def test_what_is_no_dump_is_left_out_and_told(tmp_path: Path, capsys: pytest.Cap
     fine = dump(0, 1, collective(0))
     strange = {"foreign": replace(fine, records=[message("send", 9)]), "few": replace(fine, members=[])}
     strange["path"] = replace(fine, members=["/../0"])  # type: ignore[list-item]
+    strange["size"] = dump(1, 2, message("send", 0))
     for name, wrong in strange.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"version": 5} | asdict(wrong)))
     save(tmp_path, fine)
     assert main([str(tmp_path), "--pytorch", str(tmp_path / "traces")]) == FINE
     out, err = capsys.readouterr()
     assert "nothing went wrong" in out
-    names = ("cut", "old", "list", "bare", "foreign", "few", "path", "note")
-    assert [f"{name}.json" in err for name in names] == [True] * 7 + [False]
+    names = ("cut", "old", "list", "bare", "foreign", "few", "path", "size", "note")
+    assert [f"{name}.json" in err for name in names] == [True] * 8 + [False]
 
 
 def test_the_newest_dump_of_a_rank_counts(tmp_path: Path) -> None:

@@ -194,7 +194,11 @@ def read(folder: str | Path) -> Folder:
         except (OSError, *MALFORMED) as error:
             unreadable[file] = str(error)
             continue
-        found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size)).keep(dump)
+        communicator = found.setdefault(dump.id, Communicator(dump.id, dump.communicator, dump.size))
+        if dump.size != communicator.size:
+            unreadable[file] = f"other dumps of its communicator tell of {communicator.size} ranks, not {dump.size}"
+            continue
+        communicator.keep(dump)
     return Folder(sorted(found.values(), key=lambda communicator: (communicator.name, communicator.newest)), unreadable)
 
 
