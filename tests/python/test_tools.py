@@ -226,16 +226,33 @@ def test_the_doctor_looks_at_one_host() -> None:
     assert {"host name", "interface", "file descriptors", "memory"} <= {finding["check"] for finding in found}
 
 
+def test_wrong_variables_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = "NCCLX_RS_TIMEOUT_SECONDS is `soon`: expected a number of seconds above 0"
+    with monkeypatch.context() as environment:
+        environment.setenv("NCCLX_RS_TIMEOUT_SECONDS", "soon")
+        assert main(["info"]) == 2
+        assert f"ncclx-rs info: error: {wrong}\n" in capsys.readouterr().err
+        assert main(["doctor"]) == 1
+        assert capsys.readouterr().out.startswith(f"problem  settings: {wrong}\n         -> correct the variable")
+    for variable in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+        with monkeypatch.context() as environment:
+            environment.setenv("WORLD_SIZE", "2")
+            environment.setenv(variable, "x2")
+            assert main(["doctor"]) == 2
+            assert f"{variable} is `x2`: expected a whole number" in capsys.readouterr().err
+
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "--"]
+
+
+def test_ranks_meet_though_their_settings_are_wrong() -> None:
+    for variable, value, check in (("TIMEOUT_SECONDS", "soon", "settings"), ("SOCKET_IFNAME", "nosuch0", "interface")):
+        code, found = doctor(*LAUNCHER, **{f"NCCLX_RS_{variable}": value})
+        assert code == 1 and found[0]["text"].startswith("all 2 ranks met, on 1 host: ")
+        (wrong,) = (finding for finding in found if finding["check"] == check)
+        assert wrong["level"] == "problem" and value in wrong["text"]
+
+
 def test_the_doctor_has_ranks_meet() -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--module",
-        "--",
-    ]
-    _, found = doctor(*launcher)
+    _, found = doctor(*LAUNCHER)
     assert found[0]["check"] == "meeting" and found[0]["text"].startswith("all 2 ranks met, on 1 host: ")

@@ -40,26 +40,34 @@ def parser() -> argparse.ArgumentParser:
 
 def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Runs the checks of these options."""
-    size = int(os.environ.get("WORLD_SIZE") or 1)
+    rank, size = _number(made, "RANK", 0), _number(made, "WORLD_SIZE", 1)
     ranks = options.ranks if options.ranks is not None else size if size > 1 else 8
     if ranks < 1:
         made.error(f"--ranks: expected a number above 0, got {ranks}")
     findings = host(ranks)
     if size > 1:
-        rank, findings = _meet(findings)
+        _number(made, "MASTER_PORT", 0)  # PyTorch's own error does not name it
+        rank, findings = _meet(rank, findings)
         if rank != 0:
             return 0
     print(json.dumps([asdict(finding) for finding in findings], indent=2) if options.json else text(findings))
     return int(any(finding.level is Level.PROBLEM for finding in findings))
 
 
-def _meet(own: Sequence[Finding]) -> tuple[int, list[Finding]]:
+def _number(made: argparse.ArgumentParser, variable: str, default: int) -> int:
+    """A variable of the launcher's."""
+    value = os.environ.get(variable) or str(default)
+    if not value.isdecimal():
+        made.error(f"{variable} is `{value}`: expected a whole number, as launchers set it")
+    return int(value)
+
+
+def _meet(rank: int, own: Sequence[Finding]) -> tuple[int, list[Finding]]:
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
 
     from ncclx_rs.doctor.meeting import MEETING, meet
 
-    rank = int(os.environ.get("RANK") or 0)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=MEETING)))
     except (RuntimeError, ValueError) as error:

@@ -45,8 +45,21 @@ def host(ranks: int) -> list[Finding]:
         ranks: the number of ranks that a communicator shall have.
     """
     interfaces, limits = _host.interfaces(), _host.limits()
-    found = [name(), *addresses(interfaces), port(), descriptors(limits, ranks), memory(limits)]
-    return [*found, shared_memory(limits), single_copy(limits)]
+    valid = settings()
+    found = [valid, name()]
+    if valid.level is Level.OK:  # these read settings
+        found += [*addresses(interfaces), port(), descriptors(limits, ranks)]
+    return [*found, memory(limits), shared_memory(limits), single_copy(limits)]
+
+
+def settings() -> Finding:
+    """Whether the environment variables that are settings have values that these can have."""
+    try:
+        native().descriptors_of(1)
+    except ValueError as error:
+        remedy = "correct the variable, or unset it: docs/configuration.md has the values of each"
+        return Finding("settings", Level.PROBLEM, str(error), remedy)
+    return Finding("settings", Level.OK, "the environment has no invalid ones")
 
 
 def name(look_up: Callable[[str], list[str]] | None = None) -> Finding:

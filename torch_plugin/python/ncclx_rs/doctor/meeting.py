@@ -57,7 +57,7 @@ def meet(store: c10d.Store, rank: int, size: int, own: Sequence[Finding]) -> lis
         member = Member(
             rank,
             socket.gethostname(),
-            native().advertised_addresses(None),
+            _own_addresses(),
             listener.port,
             native().__version__,
             torch.__version__,
@@ -69,7 +69,7 @@ def meet(store: c10d.Store, rank: int, size: int, own: Sequence[Finding]) -> lis
         unreachable = [
             f"{other.host} ({_addresses(other)}, rank {other.rank})"
             for other in everyone
-            if other.host != member.host and not _reaches(other)
+            if other.addresses and other.host != member.host and not _reaches(other)
         ]
         asked = time.time()
         if rank == 0:
@@ -167,6 +167,13 @@ def _told(store: c10d.Store, key: str, ranks: Sequence[int]) -> list[Member]:
         told: Mapping[str, Any] = json.loads(store.get(f"{key}{rank}"))
         found.append(Member(**told))
     return found
+
+
+def _own_addresses() -> list[str]:
+    try:
+        return native().advertised_addresses(None)  # type: ignore[no-any-return]
+    except ValueError:  # this rank's own findings say what is wrong
+        return []
 
 
 def _addresses(member: Member) -> str:
