@@ -308,6 +308,28 @@ def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "measure", lambda _: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(command_line, "_rows", lambda *_: pytest.fail("nothing is to be measured"))
+    for words in (["--json"], ["--link", "--json"], ["--plot"]):
+        for file, told in ((tmp_path, "Is a directory"), (tmp_path / "nowhere" / "times.svg", "No such file")):
+            with pytest.raises(SystemExit, match="2"):
+                command_line.main([*words, str(file)])
+            assert f"{words[-1]}: " in (error := capsys.readouterr().err) and told in error
+
+
+def test_the_check_of_a_file_leaves_what_is_there(tmp_path: Path) -> None:
+    kept, new, pointing = tmp_path / "kept.json", tmp_path / "new.json", tmp_path / "link.json"
+    kept.write_text("kept")
+    pointing.symlink_to(new)
+    os.mkfifo(tmp_path / "pipe")
+    for file in (kept, new, pointing, tmp_path / "pipe"):
+        command_line.check_output(command_line.parser(), "--json", file)
+    assert kept.read_text() == "kept" and not new.exists() and pointing.is_symlink()
+
+
 def test_json_without_a_file_is_all_that_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

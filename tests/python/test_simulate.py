@@ -198,6 +198,22 @@ def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for work in ("simulated", "_measure"):
+        monkeypatch.setattr(simulate, work, lambda *_: pytest.fail("nothing is to be simulated or measured"))
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
+    for words, told in (
+        (["--measure", str(tmp_path)], "--measure: [Errno 21] Is a directory"),
+        (["--output", str(notes)], f"--output: {notes}: expected a tuning file of version 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            simulate.main(["--within-host", "0,0,0,0", "--hosts", "1", *words])
+        assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

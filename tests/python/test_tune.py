@@ -87,6 +87,26 @@ def test_a_bad_command_line_is_told(words: list[str], told: str, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune.launch, "run_world", lambda *_: pytest.fail("nothing is to be measured"))
+    for name, content in (("notes.txt", "my notes"), ("rows.json", '{"version": 1, "rows": [{"ranks": 2}]}')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(SystemExit, match="2"):
+            tune.main([str(tmp_path / name)])
+        assert f"file: {tmp_path / name}: expected a tuning file of version 1" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == content
+    with pytest.raises(SystemExit, match="2"):
+        tune.main([str(tmp_path)])
+    assert "Is a directory" in capsys.readouterr().err
+    # Rank 0 alone writes.
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(tune.launch, "run_here", lambda *_: (1, 2, iter([])))
+    assert tune.main([str(tmp_path / "notes.txt")]) == 0
+
+
 def open_with(file: Path) -> None:
     """Makes a group of one rank that reads the file."""
     from ncclx_rs import Options

@@ -86,6 +86,19 @@ def above(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     return parse
 
 
+def check_output(made: argparse.ArgumentParser, option: str, file: Path) -> None:
+    """Ends the program, before hours of measuring, if a file cannot be written; what it holds stays."""
+    is_new = not file.exists()
+    if not (is_new or file.is_file() or file.is_dir()):
+        return  # who reads from a pipe would take this for its end
+    try:
+        file.open("ab").close()
+        if is_new:
+            file.resolve().unlink()  # not a link to it
+    except OSError as error:
+        made.error(f"{option}: {error}")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     made = argparse.ArgumentParser(
@@ -227,6 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Runs the benchmark of these options; returns the exit code."""
+    if launch.is_writer():
+        json_file = None if options.json in (None, "-") else Path(options.json)
+        for option, file in (("--json", json_file), ("--plot", options.plot)):
+            if file is not None:
+                check_output(made, option, file)
     if options.link is not False:
         return _link(options, made)
     if options.min > options.max:

@@ -28,6 +28,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_writer() -> bool:
+    """Whether this process writes what is measured: rank 0 of a launcher, or a process without one."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
 class Run(Protocol[Found]):
     """What the ranks of a world run: `measure.run`, or another function that yields its results on rank 0."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ncclx_rs._load import native
 from ncclx_rs.bench import report, tune
-from ncclx_rs.bench.__main__ import FAILED, names_of, parse_size, rank_list
+from ncclx_rs.bench.__main__ import FAILED, check_output, names_of, parse_size, rank_list
 from ncclx_rs.bench.measure import Case, Result, Row
 from ncclx_rs.bench.progress import Progress
 
@@ -212,9 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Simulates with these options, or measures; returns the exit code."""
-    for option, file in (("--measure", options.measure), ("--output", options.output)):
-        if file is not None and not file.parent.is_dir():
+    outputs = (("--measure", options.measure, check_output), ("--output", options.output, tune.check_file))
+    for option, file, check in outputs:
+        if file is None:
+            continue
+        if not file.parent.is_dir():
             made.error(f"{option}: expected a path in a folder that exists, got {file}")
+        check(made, option, file)
     if options.measure is not None:
         return _measure(options.measure, options.json)
     if options.start and options.output is not None:

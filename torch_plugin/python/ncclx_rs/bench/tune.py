@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from ncclx_rs._load import native
 from ncclx_rs.bench import launch, report
-from ncclx_rs.bench.__main__ import FAILED, above, names_of, parse_size, rank_list, sizes_between
+from ncclx_rs.bench.__main__ import FAILED, above, check_output, names_of, parse_size, rank_list, sizes_between
 from ncclx_rs.bench.measure import Plan, Row, compare, measure_row, world
 from ncclx_rs.bench.operations import OPERATIONS, Place
 from ncclx_rs.bench.progress import Progress
@@ -115,25 +115,46 @@ def _place(finding: Finding) -> tuple[str, int, int]:
     return finding.collective, finding.row.case.ranks, finding.hosts
 
 
+_row_place = operator.itemgetter("collective", "ranks", "hosts")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a tuning file; none if there is no file.
+
+    Raises:
+        ValueError: the file is no tuning file of this version.
+    """
+    if not path.exists():
+        return []
+    try:
+        known = json.loads(path.read_text())
+        if known["version"] != VERSION:
+            raise ValueError(f"version {known['version']}")
+        rows = [row for row in known["rows"] if _row_place({"hosts": 1, **row})]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected a tuning file of version {VERSION}, got another: {error}") from None
+    return rows
+
+
 def write(path: Path, rows: Sequence[dict[str, Any]], note: str) -> None:
     """Writes a tuning file, one row a line. The file's rows of other collectives and worlds stay.
 
     Raises:
         ValueError: the file exists and is no tuning file of this version.
     """
-    kept: list[dict[str, Any]] = []
-    if path.exists():
-        try:
-            known = json.loads(path.read_text())
-            if known["version"] != VERSION:
-                raise ValueError(f"version {known['version']}")
-            key = operator.itemgetter("collective", "ranks", "hosts")
-            new = {key(row) for row in rows}
-            kept = [row for row in known["rows"] if key({"hosts": 1, **row}) not in new]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: expected a tuning file of version {VERSION}, got another: {error}") from None
+    new = {_row_place(row) for row in rows}
+    kept = [row for row in read(path) if _row_place({"hosts": 1, **row}) not in new]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *rows])
     path.write_text(f'{{\n "version": {VERSION},\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def check_file(made: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Ends the program, before hours of measuring, if `write` cannot write a file."""
+    check_output(made, option, path)
+    try:
+        read(path)
+    except (OSError, ValueError) as error:
+        made.error(f"{option}: {error}")
 
 
 def written(path: Path) -> str:
@@ -186,6 +207,8 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
         made.error("--ranks: the launcher has decided it; leave it away under torchrun")
     if not options.file.parent.is_dir():
         made.error(f"file: expected a path in a folder that exists, got {options.file}")
+    if launch.is_writer():
+        check_file(made, "file", options.file)
     plan = Plan(
         operations=options.collectives,
         sizes=sizes_between(options.min, options.max, options.factor),
