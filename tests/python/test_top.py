@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -145,6 +146,27 @@ def test_top_shows_nothing_to_other_users(
     with pytest.warns(UserWarning, match="NCCLX_RS_TOP: `ncclx-rs top` will not see this process: .*only this user"):
         _live.start()
     assert main(["top", "--interval", "0"]) == 2
+
+
+def test_top_looks_where_a_job_of_another_environment_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("NCCLX_RS_TOP", "1")
+    _live.start()
+    with ncclx_rs.new_comm("ncclx", "cpu", "elsewhere", rank=0, size=1):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "login"))
+        assert main(["top", "--once"]) == 0
+        assert "communicator `elsewhere`: 1 of 1 ranks are here" in capsys.readouterr().out
+        (tmp_path / f"ncclx_rs-{os.getuid()}").chmod(0o755)  # as if another user had made it
+        assert main(["top", "--once"]) == top.NOTHING
+    told = capsys.readouterr()
+    assert f"top: {tmp_path}/ncclx_rs-{os.getuid()} is not a folder that only this user can enter" in told.err
+    assert f"looked in {tmp_path}/login/ncclx_rs-{os.getuid()}, " in told.out and "XDG_RUNTIME_DIR" in told.out
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setenv("SUDO_UID", "1000")
+    assert {(Path("/run/user/1000/ncclx_rs-1000"), 1000), (Path("/tmp/ncclx_rs-0"), 0)} <= _live.folders().items()
 
 
 def test_a_process_of_another_version_is_told_and_left_out(shown: Path, capsys: pytest.CaptureFixture[str]) -> None:

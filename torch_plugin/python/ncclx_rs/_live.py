@@ -24,8 +24,27 @@ _LIMIT = 5.0
 
 
 def folder() -> Path:
-    """The folder of the sockets of this user's processes on this host."""
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"ncclx_rs-{os.getuid()}"
+    """The folder of this process's socket."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / _name(os.getuid())
+
+
+def _name(user: int) -> str:
+    return f"ncclx_rs-{user}"
+
+
+def folders() -> dict[Path, int]:
+    """The folders that processes of this user may have, and of who has become root by sudo; each with its user.
+
+    Their environment may be another one: logins by ssh and programs started by sudo have no `XDG_RUNTIME_DIR`, or their
+    own.
+    """
+    found = {folder(): os.getuid()}
+    caller = os.environ.get("SUDO_UID", "") if os.getuid() == 0 else ""
+    for user in (os.getuid(), *([int(caller)] if caller.isdecimal() else [])):
+        for place in (os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{user}", tempfile.gettempdir(), "/tmp"):
+            if place:
+                found.setdefault(Path(place) / _name(user), user)
+    return found
 
 
 def own_folder() -> Path:
@@ -36,10 +55,15 @@ def own_folder() -> Path:
     """
     path = folder()
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} is not a folder that only this user can enter; remove it")
+    check(path, os.getuid())
     return path
+
+
+def check(path: Path, user: int) -> None:
+    """Raises PermissionError if a folder of sockets belongs to another user than this, or another one can enter it."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a folder that only this user can enter; remove it")
 
 
 def is_asked() -> bool:
@@ -113,7 +137,8 @@ def ask(path: Path) -> list[str]:
         try:
             connection.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
+            if path.parent.name == _name(os.getuid()):  # root removes nothing in a folder that another user can change
+                path.unlink(missing_ok=True)
             return []
         parts = []
         while part := connection.recv(1 << 20):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -78,15 +79,25 @@ def of_this_host() -> tuple[list[Source], list[str]]:
         The dumps, and a sentence for each process that does not answer.
 
     Raises:
-        PermissionError: another user can enter the folder of the sockets.
+        PermissionError: another user can enter the folder that this process would have.
     """
     found: list[Source] = []
     troubles = []
-    for path in sorted(_live.own_folder().glob("*.sock")):
+    for folder, user in _live.folders().items():
+        if not os.path.lexists(folder):
+            continue
         try:
-            found.append((f"process {path.stem}", _live.ask(path)))
-        except OSError as error:
-            troubles.append(f"process {path.stem} is left out: {error}")
+            _live.check(folder, user)
+        except PermissionError as error:
+            if folder == _live.folder():
+                raise
+            troubles.append(str(error))
+            continue
+        for path in sorted(folder.glob("*.sock")):
+            try:
+                found.append((f"process {path.stem}", _live.ask(path)))
+            except OSError as error:
+                troubles.append(f"process {path.stem} is left out: {error}")
     return found, troubles
 
 
@@ -176,7 +187,11 @@ def _view(options: argparse.Namespace, remotes: Sequence[Remote]) -> tuple[str, 
         sources.append((f"host {remote.host}", dumped))
         troubles += [f"host {remote.host}: {sentence}" for sentence in wrong]
     found, malformed = communicators(sources)
-    nothing = f"no process of this user shows its recorder here; start the job with {_live.VARIABLE}=1"
+    nothing = (
+        f"no process of this user shows its recorder here; start the job with {_live.VARIABLE}=1\n"
+        f"looked in {', '.join(map(str, _live.folders()))}\n"
+        "the job's own XDG_RUNTIME_DIR, or else its TMPDIR, says where it has its folder: set it to the same here"
+    )
     return as_json(found) if options.json else text(found) or nothing, bool(found), troubles + malformed
 
 
@@ -199,7 +214,7 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
                 if options.once:
                     return 0 if shown else NOTHING
                 time.sleep(options.interval)
-    except PermissionError as error:  # another user can enter the folder of the sockets
+    except PermissionError as error:  # another user can enter the folder
         made.error(str(error))
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
