@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from ncclx_rs.diagnose.dumps import Link, Peer
 from ncclx_rs.diagnose.pytorch import trace
 from test_flight_recorder import ANALYSER_KNOWS_US, analyse
 from test_network import Host, connect, hosts
+from test_newcomers import program
 
 # ---- dumps written by hand ----
 
@@ -506,6 +509,40 @@ CASES = {
     one_calls_another_size: (BLAMED, "to blame: rank 2", "rank 2 called all_reduce(SUM, 6 × float32)"),
     tags_differ: (UNCLEAR, "rank 0 called send(400000 bytes to rank 1, tag 5)", "rank 1 called recv(400000 bytes"),
 }
+
+
+WARNED = "UserWarning: ncclx_rs: NCCLX_RS_DUMP_SIGNAL: the signal will write no flight recorder"
+TWO_GROUPS = """
+import torch.distributed as dist
+from ncclx_rs import Options
+
+dist.init_process_group("ncclx_rs", pg_options=Options(hints={"dump_directory": "dumps"}))
+dist.new_group()
+dist.new_group()
+"""
+
+
+def test_a_signal_that_writes_nothing_is_a_warning(tmp_path: Path) -> None:
+    for variables, warnings in (({}, 1), ({"NCCLX_RS_DUMP_DIRECTORY": str(tmp_path)}, 0)):
+        done = program(TWO_GROUPS, NCCLX_RS_DUMP_SIGNAL="USR2", **variables)
+        assert done.returncode == 0 and done.stderr.count(WARNED) == warnings, done.stderr
+
+
+def test_the_documented_signal_reaches_ranks_and_not_torchrun() -> None:
+    if shutil.which("pkill") is None:
+        lacking("pkill")
+    document = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text()
+    (line,) = (line.split("  #")[0] for line in document.splitlines() if line.startswith("pkill "))
+    # This host may have other jobs: only the oldest process of this name is found.
+    name = f"torchrun-{os.getpid()}"
+    rank = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: exit(7)); print(flush=True); time.sleep(100)"
+    agent = (
+        f"import subprocess, sys; done = subprocess.run([sys.executable, '-c', {rank!r}]); sys.exit(done.returncode)"
+    )
+    with subprocess.Popen([sys.executable, "-c", agent, name, "train.py"], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == b"\n"
+        subprocess.run(["bash", "-c", line.replace("torchrun", name)], check=True)
+        assert launcher.wait(30) == 7
 
 
 @pytest.mark.worlds(sizes=(3,), modes=("shm",))

@@ -34,6 +34,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
             "ncclx_rs: init_process_group: argument `pg_options`: expected ncclx_rs.Options, "
             f"got {type(pg_options).__name__}"
         )
+    if pg_options is None or not pg_options.hints.get("dump_directory"):
+        _warn_of_no_dumps()
     if pg_options is not None:
         _warn_of_two_limits(options.timeout, pg_options._timeout)
     backend = module.create_backend(options, pg_options)
@@ -60,6 +62,14 @@ def _warn_of_two_limits(argument: timedelta, option: timedelta) -> None:
 
     if default_pg_timeout not in (argument, option) and argument != option:
         warn(f"the argument `timeout`, {argument}, wins over the timeout in `pg_options`, {option}")
+
+
+@once
+def _warn_of_no_dumps() -> None:
+    from ncclx_rs._logging import warn
+
+    if os.environ.get("NCCLX_RS_DUMP_SIGNAL") and not os.environ.get("NCCLX_RS_DUMP_DIRECTORY"):
+        warn("NCCLX_RS_DUMP_SIGNAL: the signal will write no flight recorder: NCCLX_RS_DUMP_DIRECTORY is not set")
 
 
 @once
