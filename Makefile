@@ -409,6 +409,8 @@ lint-workflows: $(WORKFLOW_LINT)/.ready
 	$(WORKFLOW_LINT)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(WORKFLOW_LINT)/bin/zizmor --quiet --offline --config .github/zizmor.yml .github/workflows
 
+# Tests that read sources and need nothing built: a mutation that does not apply shows at once, not after all builds.
+SOURCE_TESTS := tests/python/test_mutations.py tests/python/test_tidy.py
 .PHONY: lint
 lint: export NCCLX_RS_CHECK_ONLY := 1
 lint: lint-workflows $(call ready,$(TORCH)) ## Checks formats, lints, types, licences and workflows
@@ -419,6 +421,7 @@ lint: lint-workflows $(call ready,$(TORCH)) ## Checks formats, lints, types, lic
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy torch_plugin/python tests/lint tests/bench tests/mutations packaging
+	$(VENV)/bin/python -m pytest --quiet --noconftest $(SOURCE_TESTS)
 
 .PHONY: stubtest
 stubtest: $(call installed,$(TORCH)) ## Compares the stubs with the built extension

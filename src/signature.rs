@@ -22,7 +22,7 @@ pub(crate) struct Signature {
     pub(crate) algorithm: u8,
     /// The root, or the window; where the ranks' blocks may differ in length, what tells these lengths from others; or zero.
     pub(crate) root: u32,
-    /// The number of elements, where all ranks must have the same, or zero.
+    /// The number of elements, where all ranks must have the same; in an all_to_all of two ranks what they exchange; or zero.
     pub(crate) count: u64,
 }
 
@@ -49,6 +49,12 @@ impl Signature {
         has_blocks && self.root != theirs.root && self.calls_as(&Signature { root: self.root, ..*theirs })
     }
 
+    /// Whether another rank has called the same, but has other counts for what the two exchange.
+    fn exchanges_otherwise(&self, theirs: &Signature) -> bool {
+        let is_exchange = CollectiveKind::numbered(self.operation) == Some(CollectiveKind::AllToAll);
+        is_exchange && self.calls_as(&Signature { count: self.count, ..*theirs })
+    }
+
     /// How two ranks differ in the collective of this number, in words.
     pub(crate) fn disagreement(&self, number: u64, me: Rank, from: Rank, theirs: &Signature) -> String {
         if self.calls_as(theirs) {
@@ -58,6 +64,12 @@ impl Signature {
             format!(
                 "the ranks disagree on the sizes of collective {number}: rank {me} and rank {from} both called {self}, but \
                  with other counts a rank"
+            )
+        } else if self.exchanges_otherwise(theirs) {
+            let (ours, theirs) = (self.count, theirs.count);
+            format!(
+                "the ranks disagree on the sizes of collective {number}: rank {me} exchanges {ours} elements with rank {from}, \
+                 which exchanges {theirs}"
             )
         } else {
             format!("the ranks disagree on collective {number}: rank {me} called {self}, rank {from} called {theirs}")

@@ -239,6 +239,12 @@ impl Setting<'_> {
         self.chunk_of_elements(self.bytes_in(data.space), data.len)
     }
 
+    /// As `chunk`, where each pair of ranks goes by what it exchanges, and the piece that tells the end is shorter than the
+    /// others: a little longer than a chunk, so that the usual lengths, powers of two, take no further piece for it.
+    pub(super) fn delimited_chunk(&self, total: usize) -> usize {
+        self.chunk(total) + (DELIMITED_BYTES / self.element).max(1)
+    }
+
     pub(super) fn chunk_of_elements(&self, element: usize, total: usize) -> usize {
         match self.chunking {
             Chunking::Chunks => {
@@ -272,6 +278,9 @@ pub(super) const DIRECT_MAX_RANKS: usize = 8;
 
 /// The length of the pieces that long messages travel in.
 const CHUNK_BYTES: usize = 256 * 1024;
+
+/// By how much a chunk is longer where the last tells the end: a cache line, so that pieces begin where lines do.
+const DELIMITED_BYTES: usize = 64;
 
 /// The most pieces that a collective's data is cut into.
 const CHUNKS_MAX: usize = 256;

@@ -102,7 +102,7 @@ fn lanes(builder: &mut Builder, into: Slice, blocks: usize, chunk: usize) -> [Sl
 const LANES: usize = 2;
 
 /// Sends block r of `send` to position r and receives position r's block into block r of `recv`. A block of
-/// so many elements is cut into pieces of `chunk(elements)`.
+/// so many elements is cut by [`delimited_chunks`] into pieces of `chunk(elements)`.
 pub fn all_to_all(
     builder: &mut Builder,
     group: &Group,
@@ -113,14 +113,24 @@ pub fn all_to_all(
     let (size, me) = (group.size(), group.me());
     for step in 1..size {
         let to = (me + step) % size;
-        send_in_chunks(builder, group.rank(to), send[to], chunk(send[to].len));
+        for part in delimited_chunks(send[to], chunk(send[to].len)) {
+            builder.push(Action::Send { to: group.rank(to), from: part });
+        }
     }
     // While the others' blocks are on their way.
     builder.push(Action::Copy { from: send[me], into: recv[me] });
     for step in 1..size {
         let from = (me + size - step) % size;
-        receive_in_chunks(builder, group.rank(from), recv[from], chunk(recv[from].len));
+        for part in delimited_chunks(recv[from], chunk(recv[from].len)) {
+            builder.push(Action::Recv { from: group.rank(from), into: part });
+        }
     }
+}
+
+/// `block` cut into pieces of `chunk` elements and one that is shorter, perhaps empty: it tells the end. The pieces of two
+/// lengths differ in one that both have, so that a receiver which expects another length notices.
+fn delimited_chunks(block: Slice, chunk: usize) -> impl Iterator<Item = Slice> {
+    (0..=block.len / chunk).map(move |index| block.part(index * chunk, chunk.min(block.len - index * chunk)))
 }
 
 /// The root's `data` goes to everyone's `data`.

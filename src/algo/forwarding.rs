@@ -56,7 +56,9 @@ fn exchange(builder: &mut Builder, group: &Group, setting: &Setting<'_>, from: S
     if size > DIRECT_MAX_RANKS && len * setting.bytes_in(from.space) <= BLOCK_MAX_BYTES {
         return bruck(builder, group, from, into);
     }
-    direct::all_to_all(builder, group, &pieces(from, size), &pieces(into, size), |count| setting.chunk(count));
+    direct::all_to_all(builder, group, &pieces(from, size), &pieces(into, size), |count| {
+        setting.delimited_chunk(count)
+    });
 }
 
 /// In each of ⌈log₂ n⌉ rounds a rank sends the blocks whose way has the round's bit so many positions on.

@@ -526,7 +526,7 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
         Collective::AllToAll { send, recv } => {
             let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
             // The totals differ between ranks, so each pair of ranks goes by what it exchanges.
-            direct::all_to_all(builder, &world, &from, &into, |count| setting.chunk(count));
+            direct::all_to_all(builder, &world, &from, &into, |count| setting.delimited_chunk(count));
         }
         Collective::Broadcast { count, root } => {
             broadcast_by(builder, setting, (*count, *root), direct::broadcast);

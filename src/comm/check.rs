@@ -75,7 +75,7 @@ pub(crate) fn collective(op: &Op, called: Option<CollectiveKind>, place: RankAnd
         | OpKind::Signal { .. }
         | OpKind::WaitSignal { .. } => unreachable!("accesses to windows are not collectives"),
     };
-    let signature = signature(op, called, &collective, dtype);
+    let signature = signature(op, called, &collective, dtype, place);
     Ok(Checked { collective, dtype, signature })
 }
 
@@ -388,7 +388,13 @@ fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }
 
-fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, dtype: DType) -> Signature {
+fn signature(
+    op: &Op,
+    called: Option<CollectiveKind>,
+    collective: &Collective,
+    dtype: DType,
+    place: RankAndSize,
+) -> Signature {
     let (root, count) = match collective {
         Collective::AllGatherIntoParts { .. } | Collective::ByIslands { .. } => {
             unreachable!("how it runs is chosen later")
@@ -400,6 +406,11 @@ fn signature(op: &Op, called: Option<CollectiveKind>, collective: &Collective, d
         | Collective::Scatter { count, root } => (root.0, *count),
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } => {
             (counts.fingerprint(), counts.total())
+        }
+        // What two ranks exchange both know. Of two that count the same and do not agree, each expects what does not come.
+        Collective::AllToAll { send, recv } if place.size == 2 => {
+            let other = 1 - place.me.index();
+            (0, send[other] + recv[other])
         }
         Collective::AllToAll { .. } | Collective::Barrier => (0, 0),
     };

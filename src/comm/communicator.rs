@@ -480,6 +480,7 @@ impl Communicator {
             let reached = engine.windows.reached(window, peer).filter(|_| engine.context.lost(peer).is_none());
             match (&access, reached) {
                 (RmaOp::Put { .. } | RmaOp::Get { .. }, Some(parts)) => {
+                    engine.windows.copy_begins(window);
                     copies = Some((parts, access, work.clone(), engine.context.rndv.team));
                 }
                 _ => engine.submit_rma(RmaRequest { window, peer, access, timeout, work: work.clone() }),
@@ -496,6 +497,7 @@ impl Communicator {
                 }
                 _ => unreachable!("only puts and gets are copies"),
             }
+            self.driver.with_engine(|engine| engine.windows.copy_ends(window));
             self.driver.end(&work, Ok(()));
         }
         Ok(begun)
@@ -538,11 +540,8 @@ impl Communicator {
         // This caller may never wait, so the waiters of operations that have completed in this call are notified here.
         self.driver.tell(finished);
         if needs_progress {
-            self.driver.wake_progress_thread().map_err(|cause| InitError::Os {
-                comm: self.name.clone(),
-                what: "the progress thread".to_owned(),
-                cause: cause.to_string(),
-            })?;
+            // Its memory is in use: whoever waits for it makes progress also without the thread.
+            self.driver.want_progress_thread();
         }
         Ok(begun)
     }

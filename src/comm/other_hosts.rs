@@ -36,9 +36,7 @@ impl ThroughEngine {
 
     /// Has what was queued go on even if no thread waits.
     fn go_on(&self) {
-        if let Err(error) = self.0.wake_progress_thread() {
-            log::error!("the progress thread could not be started: {error}");
-        }
+        self.0.want_progress_thread();
     }
 }
 

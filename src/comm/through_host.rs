@@ -145,9 +145,7 @@ impl Communicator {
             |engine: &mut Engine| engine.closed().is_some() || engine.collectives.fail_next(&mut engine.context, &text);
         // After those that are in flight, which end within their time limits.
         self.driver.drive_until(|driver| driver.with_engine(is_told), None);
-        if let Err(error) = self.driver.wake_progress_thread() {
-            log::error!("the progress thread could not be started: {error}");
-        }
+        self.driver.want_progress_thread();
     }
 
     /// Refuses an operation on a stream that is being captured.

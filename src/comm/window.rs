@@ -56,7 +56,7 @@ impl Communicator {
             mappable.map_or([0; 3], |place| [place.id.to_bits(), place.offset, place.pid.unsigned_abs().into()]);
         let (address, key_words) = (memory.ptr() as u64, key.len() as u64);
         let told = [id.0, memory.bytes() as u64, place, segment, offset, pid, address, key_words];
-        let exchanged = self.exchange(told.to_vec());
+        let exchanged = self.exchange(CollectiveKind::WindowRegister, told.to_vec());
         let agreed = exchanged.and_then(|answers| {
             let window = self.agree(id, memory, &answers)?;
             if let Memory::Device(device) = memory.memory() {
@@ -79,7 +79,7 @@ impl Communicator {
     /// put that no awaited signal follows may not have arrived.
     ///
     /// Also after an error, no rank accesses this rank's memory any more, unless it is a device's and the error says that
-    /// accesses are still in flight, or ranks of the host have mapped it: one that was writing may end that first, which concerns
+    /// accesses, of this rank or of another one, are still in flight, or ranks of the host have mapped it: one that was writing may end that first, which concerns
     /// no other memory. After an error, a rank whose get is still under way through UCX's `cma` may get what the memory is used for then.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
         let known = self.driver.with_engine(|engine| match engine.closed() {
@@ -91,13 +91,21 @@ impl Communicator {
                 .ok_or_else(|| check::unknown_window(DEREGISTER, window).into()),
         });
         known?;
-        self.driver.drive_until(|driver| driver.with_engine(|engine| !engine.windows.accesses_peers(window)), None);
+        self.driver.drive_until(|driver| driver.with_engine(|engine| !engine.windows.accesses_parts(window)), None);
         let settled = self.device.settle_window(window, self.timeout());
-        let all_came = self.window_barrier(CollectiveKind::WindowDeregister);
+        let told = self.exchange(CollectiveKind::WindowDeregister, vec![u64::from(settled.is_err())]);
         self.driver.with_engine(|engine| engine.conceal(window));
         self.device.conceal_window(window);
         self.driver.flush_finished();
-        all_came.and_then(|()| self.window_barrier(CollectiveKind::WindowDeregister)).and(settled)
+        let unsettled = told.and_then(|told| self.window_barrier(CollectiveKind::WindowDeregister).map(|()| told))?;
+        settled?;
+        match unsettled.iter().position(|is_unsettled| *is_unsettled != 0) {
+            None => Ok(()),
+            Some(rank) => {
+                let cause = format!("its accesses to window {window} are still in flight on its device");
+                Err(Error::Remote { operation: DEREGISTER.to_owned(), rank: Rank::from(rank).0, cause })
+            }
+        }
     }
 
     /// Waits until everything that this rank has put and accumulated is in the other ranks' parts of a window, which lies in the
@@ -191,7 +199,7 @@ impl Communicator {
         if let Err(cause) = &mapped {
             log::debug!("communicator `{}` rank {me}: window {} cannot be mapped: {cause}", self.name(), window.id());
         }
-        let told = self.exchange(vec![u64::from(mapped.is_ok())])?;
+        let told = self.exchange(CollectiveKind::WindowRegister, vec![u64::from(mapped.is_ok())])?;
         Ok(mapped.ok().filter(|_| told.iter().all(|is_mapped| *is_mapped == 1)))
     }
 
@@ -214,7 +222,7 @@ impl Communicator {
             return Ok(Vec::new());
         }
         key.resize(longest, 0);
-        let keys = self.exchange(key)?;
+        let keys = self.exchange(CollectiveKind::WindowRegister, key)?;
         let remote = |((key, words), told): ((&[u64], usize), &[u64])| {
             let bytes = key[..words].iter().flat_map(|word| word.to_le_bytes()).collect::<Arc<[u8]>>();
             (words > 0).then_some(Remote { address: told[ADDRESS], key: bytes })
@@ -223,7 +231,7 @@ impl Communicator {
     }
 
     /// Sends these words to every rank, as a part of a registration, and returns those of all, by rank.
-    fn exchange(&self, mine: Vec<u64>) -> Result<Vec<u64>, Error> {
+    fn exchange(&self, kind: CollectiveKind, mine: Vec<u64>) -> Result<Vec<u64>, Error> {
         let (count, ranks) = (mine.len(), self.size());
         let (mut mine, mut all) = (Words::new(mine), Words::new(vec![0; count * ranks]));
         let op = Op {
@@ -234,7 +242,7 @@ impl Communicator {
             mode: Mode::Blocking,
         };
         // A wait without a timeout lasts until the engine has ended the operation, and no longer uses `mine` and `all`.
-        self.collective(&op, Some(CollectiveKind::WindowRegister), self.timeout())?.wait()?;
+        self.collective(&op, Some(kind), self.timeout())?.wait()?;
         Ok(all.get().to_vec())
     }
 

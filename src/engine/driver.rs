@@ -156,11 +156,8 @@ impl Driver {
         self.announce(&finished, 0);
         hand_to_callers(finished);
         self.tell_of_loss();
-        if is_busy
-            && due.is_some()
-            && let Err(error) = self.wake_progress_thread()
-        {
-            log::error!("communicator `{}`: the progress thread could not be started: {error}", self.name);
+        if is_busy && due.is_some() {
+            self.want_progress_thread();
         }
         due
     }
@@ -182,8 +179,8 @@ impl Driver {
         self.wake();
         self.announce(&finished, 0);
         hand_to_callers(finished);
-        if hands_over && let Err(error) = self.wake_progress_thread() {
-            log::error!("the progress thread could not be started: {error}");
+        if hands_over {
+            self.want_progress_thread();
         }
     }
 
@@ -228,6 +225,17 @@ impl Driver {
         Ok(())
     }
 
+    /// As [`Driver::wake_progress_thread`], where operations are in flight already.
+    pub(crate) fn want_progress_thread(&self) {
+        if let Err(error) = self.wake_progress_thread() {
+            let name = &self.name;
+            log::error!(
+                "communicator `{name}`: the progress thread could not be started, so that operations go on only while a thread \
+                 waits for one: {error}"
+            );
+        }
+    }
+
     /// Ends the progress thread, which needs no join: it holds the driver's memory itself.
     pub(crate) fn close(&self) {
         lock(&self.ownership).closing = true;
@@ -246,10 +254,8 @@ impl Driver {
         if others_wait {
             let _ownership = lock(&self.ownership);
             self.owner_changed.notify_all();
-        } else if self.with_engine(|engine| engine.is_busy())
-            && let Err(error) = self.wake_progress_thread()
-        {
-            log::error!("communicator `{}`: the progress thread could not be started: {error}", self.name);
+        } else if self.with_engine(|engine| engine.is_busy()) {
+            self.want_progress_thread();
         }
     }
 

@@ -28,6 +28,12 @@ pub(crate) const FAIL_TEXT_MAX: usize = 4096;
 /// The most payload of one `Data` or `Put` frame: what other messages to the same peer wait for at most.
 pub(crate) const FRAGMENT_BYTES: usize = 256 * 1024;
 
+/// Why an operation is cut off whose window is gone.
+pub(crate) const DEREGISTERED: &str = "the window was deregistered in the meantime";
+
+/// Why the bytes of a message do not come, or do not come on, whose receiver waits for them.
+pub(crate) const GIVEN_UP: &str = "it gave the message up";
+
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -42,8 +48,8 @@ pub(crate) enum FrameKind {
     /// The next bytes of the message `token` of the frame's sender.
     Data = 4,
     /// The sender gave an operation up: a collective by `key`, a message by `token`. The payload says why; `index` is a
-    /// [`Scope`], or the kind of a device's failure. A collective's `token` is one more than the rank that is the reason, or
-    /// zero.
+    /// [`Reason`], a message's [`End`], or the kind of a device's failure. A collective's `token` is one more than the rank that
+    /// is the reason, or zero.
     Fail = 5,
     /// The message `token` of the frame's sender is no longer at the address that its `Rts` named.
     Invalidated = 6,
@@ -122,6 +128,16 @@ pub(crate) enum Reason {
     Earlier = 3,
 }
 
+/// The two ranks of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum End {
+    /// The one that has the bytes.
+    Sender = 0,
+    /// The one that wants them.
+    Receiver = 1,
+}
+
 /// Collectives and point-to-point messages never match each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -154,8 +170,8 @@ pub(crate) struct RtsInfo {
 pub(crate) enum Failed {
     /// A collective by its sequence number, perhaps because a rank is lost.
     Collective { sequence: u64, reason: Reason, lost: Option<Rank> },
-    /// By its sender's token.
-    Message(u64),
+    /// By its sender's token, or the receiver's if that gets it from a window; and the end that has given it up.
+    Message { token: u64, by: End },
     /// A collective on a device and all later ones, why, and the rank at fault.
     Device { sequence: u64, kind: u32, culprit: Rank },
     /// A message between two devices and all later ones of its lane, likewise.
@@ -171,7 +187,7 @@ impl Failed {
             Failed::Collective { sequence, reason, lost } => {
                 (MatchSpace::Collective, sequence, lost.map_or(0, |rank| u64::from(rank.0) + 1), reason as u32)
             }
-            Failed::Message(token) => (MatchSpace::PointToPoint, 0, token, Reason::Own as u32),
+            Failed::Message { token, by } => (MatchSpace::PointToPoint, 0, token, by as u32),
             Failed::Device { sequence, kind, culprit } => {
                 (MatchSpace::Device, sequence, u64::from(culprit.0) + 1, kind)
             }

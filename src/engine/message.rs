@@ -10,7 +10,7 @@ use crate::engine::call::Call;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtsInfo};
+use crate::engine::frame::{End, Failed, FrameKind, Header, MatchSpace, RtsInfo};
 use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::region::Region;
@@ -280,7 +280,8 @@ impl Messages {
             }
             (Content::Rts(RtsInfo { token, len, .. }), None) => {
                 let text = format!("rank {} expected {} bytes, not {len}", ctx.me, posted.region.len());
-                ctx.endpoints.send_failure(unexpected.from, Failed::Message(token), &text);
+                let failed = Failed::Message { token, by: End::Receiver };
+                ctx.endpoints.send_failure(unexpected.from, failed, &text);
             }
         }
     }
@@ -379,9 +380,12 @@ impl Messages {
         Some(op)
     }
 
-    /// The peer of an operation has given it up.
-    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, id: u64, text: &str) {
-        self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: text.to_owned() });
+    /// The peer of an operation has given it up: a sender for its own reason, a receiver because the lengths differ.
+    pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, id: u64, from: Rank, by: End, text: String) {
+        self.fail(ctx, id, |operation| match by {
+            End::Sender => Error::Remote { operation, rank: from.0, cause: text },
+            End::Receiver => Error::Mismatch { operation, detail: text },
+        });
     }
 
     /// Ends the messages to and from `peer`, and receives from any rank when no other rank is left.

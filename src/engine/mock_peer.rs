@@ -67,6 +67,8 @@ pub(crate) struct MockWire {
     pub(crate) broken: bool,
     /// Whether rank 0's stream to rank 1 has no room.
     pub(crate) full: bool,
+    /// For how many bytes it has room, if that is limited.
+    pub(crate) room: Option<usize>,
     /// Whether rank 0's stream to rank 1 is still being opened.
     pub(crate) is_opening: bool,
     /// Whether rank 0 cannot open a stream to anyone.
@@ -79,6 +81,10 @@ pub(crate) struct MockWire {
 impl MockWire {
     fn patience(&self) -> u32 {
         self.patience.unwrap_or(u32::MAX)
+    }
+
+    fn has_room(&self) -> bool {
+        !self.full && self.room != Some(0)
     }
 }
 
@@ -182,7 +188,7 @@ impl Watcher for MockWatcher {
         if wire.ended || !wire.to_engine.is_empty() {
             named.push(StreamName::From(Rank(1)));
         }
-        if wire.broken || (wire.is_armed && !wire.full) {
+        if wire.broken || (wire.is_armed && wire.has_room()) {
             named.push(StreamName::To(Rank(1)));
         }
         // At first rank 1 does.
@@ -255,13 +261,16 @@ impl SendStream for Sending {
         if wire.broken {
             return Err(gone());
         }
-        if wire.full {
+        if !wire.has_room() {
             return Ok(0);
         }
-        let before = wire.from_engine.len();
+        let (before, room) = (wire.from_engine.len(), wire.room.unwrap_or(usize::MAX));
         wire.from_engine.extend_from_slice(head);
         body.iter().for_each(|bytes| wire.from_engine.extend_from_slice(bytes));
-        Ok(wire.from_engine.len() - before)
+        let written = room.min(wire.from_engine.len() - before);
+        wire.from_engine.truncate(before + written);
+        wire.room = wire.room.map(|room| room - written);
+        Ok(written)
     }
 
     fn patience(&self) -> u32 {
@@ -272,7 +281,7 @@ impl SendStream for Sending {
         let mut wire = lock(&self.0);
         wire.looks += 1;
         wire.is_armed = true;
-        !wire.full
+        wire.has_room()
     }
 
     fn disarm(&mut self) {

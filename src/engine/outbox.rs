@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 
 use crate::engine::body::{Body, Slices};
 use crate::engine::completion::{Completion, OpId};
-use crate::engine::frame::{Encoded, FRAGMENT_BYTES, FrameKind, Header};
+use crate::engine::frame::{
+    DEREGISTERED, Encoded, End, FRAGMENT_BYTES, Failed, FrameKind, GIVEN_UP, Header, MatchSpace,
+};
 use crate::engine::vain_looks::VainLooks;
 use crate::error::LinkDown;
 use crate::sys::tcp_info::TcpStats;
@@ -49,6 +51,17 @@ impl Outgoing {
         let names_place = matches!(header.kind, FrameKind::Put | FrameKind::Accumulate);
         let token = if names_place { header.token + self.offset as u64 } else { header.token };
         Header { len, token, ..header }
+    }
+
+    /// What comes in place of the rest of a message of `op`, if its receiver has asked for it and hears of its end by nothing else.
+    fn end_early(&self, op: OpId) -> Option<Outgoing> {
+        let Header { kind: FrameKind::Data, match_space: MatchSpace::PointToPoint, token, .. } = self.header else {
+            return None;
+        };
+        let text = if let OpId::Window(_) = op { DEREGISTERED } else { GIVEN_UP };
+        let header = Failed::Message { token, by: End::Sender }.header(text.len());
+        let body = Body::of_bytes(text.as_bytes());
+        Some(Outgoing { header, body, completion: Completion::NONE, offset: 0 })
     }
 }
 
@@ -202,13 +215,14 @@ impl Outbox {
 
     /// Takes back what has not been sent of `op`, whose memory must not be touched any more; `unsent` is told of each message
     /// of which the peer never hears. A frame that is under way is finished from a copy, since the stream needs its bytes.
+    /// A peer that waits for the rest of a message is told that it does not come.
     pub(crate) fn cancel(&mut self, op: OpId, mut unsent: impl FnMut(Header)) {
         let under_way = self.written > 0;
         if !under_way {
             // The header belongs to a frame that may be dropped now.
             self.head = None;
         }
-        let mut first = true;
+        let (mut first, mut cut_off) = (true, None);
         self.queue.retain_mut(|outgoing| {
             let is_head = std::mem::take(&mut first);
             if outgoing.completion.op != op {
@@ -216,14 +230,20 @@ impl Outbox {
             }
             if !(is_head && under_way) {
                 unsent(outgoing.header);
-                return false;
+                return outgoing.end_early(op).map(|end| *outgoing = end).is_some();
             }
             let end = outgoing.frame_end();
+            if end < outgoing.body.len() {
+                cut_off = outgoing.end_early(op);
+            }
             outgoing.body = outgoing.body.copy(outgoing.offset, end);
             outgoing.offset = 0;
             outgoing.completion = Completion::NONE;
             true
         });
+        if let Some(end) = cut_off {
+            self.queue.insert(1, end);
+        }
     }
 
     /// Drives a connection that is being made and notices one that broke, without anything to write.

@@ -17,7 +17,7 @@ use crate::engine::device_messages::DeviceMessages;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
-use crate::engine::frame::{FrameKind, Header, MatchSpace, Reason};
+use crate::engine::frame::{End, FrameKind, Header, MatchSpace, Reason};
 use crate::engine::heartbeat::Heartbeat;
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
@@ -565,11 +565,14 @@ impl Engine {
             MatchSpace::Device => self.relay.failed_elsewhere(ctx, from, header, text),
             MatchSpace::DeviceMessage => self.device_messages.failed_elsewhere(ctx, from, header, text),
             MatchSpace::DeviceAccess => self.device_accesses.failed_elsewhere(ctx, from, header, text),
-            MatchSpace::PointToPoint => match ctx.rndv.op_of_token(from, header.token) {
-                Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, &text),
-                Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
-                _ => {}
-            },
+            MatchSpace::PointToPoint => {
+                let by = if header.index == End::Sender as u32 { End::Sender } else { End::Receiver };
+                match ctx.rndv.op_of_token(from, header.token, by) {
+                    Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, from, by, text),
+                    Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
+                    _ => {}
+                }
+            }
         }
     }
 

@@ -50,13 +50,15 @@ impl RecvBuffer {
         self.received == self.region.len()
     }
 
-    /// Whether this can take the next `len` bytes: some, no more than are missing, and whole elements to be combined.
+    /// Whether this can take the next `len` bytes: some, unless the message is empty, no more than are missing, and whole elements
+    /// to be combined.
     pub(crate) fn fits(&self, len: usize) -> bool {
         let element = match self.action {
             RecvAction::Store => 1,
             RecvAction::Reduce(operands) => operands.size(),
         };
-        len > 0 && len <= self.region.len() - self.received && len.is_multiple_of(element)
+        let is_some = len > 0 || self.region.len() == 0;
+        is_some && len <= self.region.len() - self.received && len.is_multiple_of(element)
     }
 
     /// Takes bytes that have come, as many as make whole elements; returns how many.

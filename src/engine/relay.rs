@@ -210,6 +210,7 @@ impl Relay {
         let (mut sent, mut received): (Counts, Counts) = Default::default();
         let is_sound = self.is_sound(sequence);
         let (before, tells_sizes) = (self.outbound.messages.len(), tells_sizes(&signature));
+        let signature = if tells_sizes { Signature { count: 0, ..signature } } else { signature };
         let (mut blocks, mut expected): (FxHashMap<Rank, u64>, FxHashMap<Rank, u64>) = Default::default();
         for traffic in all {
             let turn = self.ledger.take_up(traffic);

@@ -50,7 +50,7 @@ struct Piece {
 /// How a get ended.
 pub(crate) enum ReadEnd {
     /// Its bytes are there.
-    Read(u64, Rank),
+    Read(u64),
     /// It cannot be read.
     Unreadable(RemoteRead),
 }
@@ -125,7 +125,7 @@ impl RemoteReads {
                 ended.push(ReadEnd::Unreadable(reading.read));
             } else if reading.came == reading.read.into.len() {
                 *self.counts.entry(reading.read.peer).or_default() += 1;
-                ended.push(ReadEnd::Read(reading.read.id, reading.read.peer));
+                ended.push(ReadEnd::Read(reading.read.id));
             } else {
                 self.list.push(reading);
             }
@@ -138,12 +138,10 @@ impl RemoteReads {
         self.counts.get(&peer).copied().unwrap_or_default()
     }
 
-    /// Gives a get up. True: it was being read.
-    pub(crate) fn cancel(&mut self, id: u64) -> bool {
+    /// Gives a get up, if it is being read.
+    pub(crate) fn cancel(&mut self, id: u64) {
         self.forget_pieces(id);
-        let before = self.list.len();
         self.list.retain(|reading| reading.read.id != id);
-        self.list.len() < before
     }
 
     fn forget_pieces(&mut self, id: u64) {

@@ -18,7 +18,7 @@ use crate::engine::body::{Body, Copied};
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::copying::{Choices, CopyStats, Copying};
 use crate::engine::endpoint::Endpoints;
-use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, RtrReason, RtsInfo};
+use crate::engine::frame::{End, Failed, FrameKind, GIVEN_UP, Header, MatchSpace, RtrReason, RtsInfo};
 use crate::engine::per_rank::PerRank;
 use crate::engine::recv_buffer::RecvBuffer;
 use crate::engine::single_copy::{ReadEnd, Reading, Reads};
@@ -223,7 +223,8 @@ impl Rendezvous {
             }
             // A collective's failure was already sent; a message's sender gave up in the meantime.
             None if rtr.match_space == MatchSpace::PointToPoint => {
-                endpoints.send_failure(from, Failed::Message(rtr.token), "the sender gave the message up");
+                let failed = Failed::Message { token: rtr.token, by: End::Sender };
+                endpoints.send_failure(from, failed, GIVEN_UP);
             }
             None => {}
         }
@@ -382,12 +383,16 @@ impl Rendezvous {
 
     // ---- one operation ----
 
-    /// The operation of transfer `token`: the waiting sender, or the receiver with a buffer for it.
-    pub(crate) fn op_of_token(&self, peer: Rank, token: u64) -> Option<OpId> {
-        let sent =
-            self.pending_sends.get(&token).filter(|pending| pending.to == peer).map(|pending| pending.completion);
-        let received = || self.recv_buffers.get(&(peer, token)).map(|buffer| buffer.completion);
-        sent.or_else(received).or_else(|| self.reads.completion(peer, token)).map(|completion| completion.op)
+    /// The operation of transfer `token` with `peer`, which is the given end of it.
+    pub(crate) fn op_of_token(&self, peer: Rank, token: u64, end: End) -> Option<OpId> {
+        let completion = match end {
+            End::Receiver => self.pending_sends.get(&token).filter(|sent| sent.to == peer).map(|sent| sent.completion),
+            End::Sender => {
+                let asked = self.recv_buffers.get(&(peer, token)).map(|buffer| buffer.completion);
+                asked.or_else(|| self.reads.completion(peer, token))
+            }
+        };
+        completion.map(|completion| completion.op)
     }
 
     /// Drops everything of `op`: nothing refers to its memory afterwards. `unsent` is told of each message of which its peer

@@ -4,13 +4,15 @@
 //! A put's payload lands in the target's window as it arrives. The stream keeps order, so a signal that follows a put
 //! from the same rank is counted after the put's last byte. Since a long put travels in fragments, between which other
 //! messages get their turn, what this rank sends to one peer after it waits here until it is written ([`PutOrder`]). So the
-//! answer to a flush says that what was put before is there. Where all ranks have mapped all parts of a window, puts and gets
+//! answer to a flush says that what was put before is there. What comes after a get waits for its bytes, which the target may
+//! send from the window as it is then. Where all ranks have mapped all parts of a window, puts and gets
 //! are copies that the caller makes, unless something that travels comes before; see
 //! [`Communicator::access`](crate::comm::communicator). Where a transport reads the target's memory by itself, so do gets
 //! ([`RemoteReads`]), unless something that this rank has put there is unflushed. A target's elements are added to under the engine's lock, so
 //! accumulations of several ranks do not lose each other.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::engine::body::Body;
@@ -19,7 +21,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::flight_recorder::Bytes;
-use crate::engine::frame::{FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
+use crate::engine::frame::{DEREGISTERED, End, FRAGMENT_BYTES, Failed, FrameKind, Header, MatchSpace};
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, WindowParts};
@@ -137,16 +139,35 @@ struct Queued {
 struct PutOrder {
     /// The put under way that takes more than one frame.
     long: Option<u64>,
-    /// How many gets are being read in the peer's memory, none of which what comes later may overtake.
-    reads: usize,
+    /// The gets under way, which only other gets may overtake.
+    gets: BTreeSet<u64>,
     /// What must not overtake them.
     waiting: VecDeque<Queued>,
 }
 
 impl PutOrder {
-    /// Whether something is under way that others must not overtake.
-    fn is_held(&self) -> bool {
-        self.long.is_some() || self.reads > 0
+    /// The next that may go now.
+    fn next(&mut self) -> Option<Queued> {
+        let is_free = |next: &Queued| self.gets.is_empty() || next.header.kind == FrameKind::Get;
+        self.waiting.front().filter(|next| self.long.is_none() && is_free(next))?;
+        let next = self.waiting.pop_front()?;
+        if next.header.kind == FrameKind::Get {
+            self.gets.insert(next.id);
+        } else if next.header.payload() > FRAGMENT_BYTES {
+            self.long = Some(next.id);
+        }
+        Some(next)
+    }
+
+    /// Nothing waits for operation `id` any more.
+    fn ends(&mut self, id: u64) {
+        self.gets.remove(&id);
+        self.long = self.long.filter(|long| *long != id);
+    }
+
+    /// Whether nothing is under way or waits.
+    fn is_idle(&self) -> bool {
+        self.long.is_none() && self.gets.is_empty() && self.waiting.is_empty()
     }
 }
 
@@ -160,6 +181,8 @@ pub(crate) struct Windows {
     flows: HashMap<Rank, PutOrder>,
     /// The last operation that has changed a rank's part, where no flush after it has been answered.
     unflushed: BTreeMap<(WindowId, Rank), u64>,
+    /// How many callers copy to or from parts of a window by themselves.
+    copies: HashMap<WindowId, usize>,
     reads: RemoteReads,
 }
 
@@ -179,9 +202,24 @@ impl Windows {
         self.exposed.clear();
     }
 
-    /// Whether this rank has something on its way to other ranks' parts of `window`.
-    pub(crate) fn accesses_peers(&self, window: WindowId) -> bool {
-        self.in_flight.values().any(|op| op.window == window && op.accesses_peer())
+    /// Whether this rank has something on its way to parts of `window`, or copies there.
+    pub(crate) fn accesses_parts(&self, window: WindowId) -> bool {
+        self.copies.contains_key(&window) || self.in_flight.values().any(|op| op.window == window && op.accesses_peer())
+    }
+
+    /// A caller begins to copy to or from a part of `window` by itself.
+    pub(crate) fn copy_begins(&mut self, window: WindowId) {
+        *self.copies.entry(window).or_default() += 1;
+    }
+
+    /// Such a copy has ended.
+    pub(crate) fn copy_ends(&mut self, window: WindowId) {
+        if let Entry::Occupied(mut copies) = self.copies.entry(window) {
+            *copies.get_mut() -= 1;
+            if *copies.get() == 0 {
+                copies.remove();
+            }
+        }
     }
 
     /// The ranks to whose parts of `window` this rank has put something that no flush was answered for.
@@ -370,7 +408,7 @@ impl Windows {
         let Some(remote) = remote.filter(|_| is_settled) else { return Err(into) };
         let read = RemoteRead { id, peer, remote, offset, into };
         self.reads.begin(&mut ctx.endpoints, read).map_err(|read| read.into)?;
-        self.flows.entry(peer).or_default().reads += 1;
+        self.flows.entry(peer).or_default().gets.insert(id);
         Ok(())
     }
 
@@ -393,42 +431,24 @@ impl Windows {
         let moved = self.reads.progress(&mut ctx.endpoints, &mut ended);
         for end in ended {
             match end {
-                ReadEnd::Read(id, peer) => {
-                    self.done(ctx, id);
-                    self.release(ctx, peer, None);
-                }
+                ReadEnd::Read(id) => self.done(ctx, id),
                 ReadEnd::Unreadable(RemoteRead { id, peer, offset, into, .. }) => {
                     let Some(window) = self.in_flight.get(&id).map(|op| op.window) else { continue };
+                    // It goes by a frame, before all that was to follow it.
                     let queued = Windows::get_by_frame(ctx, id, window, peer, offset, into);
-                    self.release(ctx, peer, Some(queued));
+                    self.flows.entry(peer).or_default().waiting.push_front(queued);
+                    self.advance(ctx, peer);
                 }
             }
         }
         moved
     }
 
-    /// A get is no longer read in the peer's memory: it is done, or goes by a frame before all that was to follow it.
-    fn release(&mut self, ctx: &mut OpContext, peer: Rank, instead: Option<Queued>) {
-        if let Some(flow) = self.flows.get_mut(&peer) {
-            flow.reads -= 1;
-            instead.into_iter().for_each(|queued| flow.waiting.push_front(queued));
-        }
-        self.advance(ctx, peer);
-    }
-
     /// Gives the outbox what may go to `to` now.
     fn advance(&mut self, ctx: &mut OpContext, to: Rank) {
         let Some(flow) = self.flows.get_mut(&to) else { return };
-        let mut now = Vec::new();
-        while !flow.is_held()
-            && let Some(queued) = flow.waiting.pop_front()
-        {
-            if queued.header.payload() > FRAGMENT_BYTES {
-                flow.long = Some(queued.id);
-            }
-            now.push(queued);
-        }
-        if !flow.is_held() {
+        let now: Vec<Queued> = std::iter::from_fn(|| flow.next()).collect();
+        if flow.is_idle() {
             self.flows.remove(&to);
         }
         for Queued { header, body, completion, .. } in now {
@@ -535,7 +555,8 @@ impl Windows {
             }
             None => {
                 let text = format!("window {} has no such bytes on rank {}", header.key, ctx.me);
-                ctx.endpoints.send_failure(from, Failed::Message(header.token), &text);
+                let failed = Failed::Message { token: header.token, by: End::Sender };
+                ctx.endpoints.send_failure(from, failed, &text);
             }
         }
     }
@@ -563,10 +584,8 @@ impl Windows {
     pub(crate) fn done(&mut self, ctx: &mut OpContext, id: u64) {
         let Some(op) = self.in_flight.remove(&id) else { return };
         ctx.finish(op.work, Ok(()), None);
-        if let Some(flow) = self.flows.get_mut(&op.peer)
-            && flow.long == Some(id)
-        {
-            flow.long = None;
+        if let Some(flow) = self.flows.get_mut(&op.peer) {
+            flow.ends(id);
             self.advance(ctx, op.peer);
         }
     }
@@ -586,11 +605,10 @@ impl Windows {
     fn remove(&mut self, ctx: &mut OpContext, id: u64) -> Option<InFlight> {
         let op = self.in_flight.remove(&id)?;
         ctx.cancel(OpId::RmaOp(id), |_, _| ());
-        let was_read = self.reads.cancel(id);
+        self.reads.cancel(id);
         if let Some(flow) = self.flows.get_mut(&op.peer) {
-            flow.reads -= usize::from(was_read);
             flow.waiting.retain(|queued| queued.id != id);
-            flow.long = flow.long.filter(|long| *long != id);
+            flow.ends(id);
         }
         if let Some(exposed) = self.exposed.get_mut(&op.window)
             && let Some(waits) = exposed.waits.get_mut(&op.peer)
@@ -612,7 +630,8 @@ impl Windows {
 
     /// Takes this rank's part of a window back: nothing of the engine refers to its memory afterwards.
     pub(crate) fn conceal(&mut self, ctx: &mut OpContext, window: WindowId) {
-        for id in self.accesses(|op| op.window == window) {
+        // The latest first: what follows one that ends must not go in its place.
+        for id in self.accesses(|op| op.window == window).into_iter().rev() {
             self.fail(ctx, id, |operation| Error::Mismatch { operation, detail: DEREGISTERED.to_owned() });
         }
         self.exposed.remove(&window);
@@ -652,11 +671,12 @@ impl Windows {
                 _ => Vec::new(),
             };
             let error = ctx.endpoints.timeout(peer.index()..peer.index() + 1, waited, format!("access {id}: {detail}"));
-            self.fail(ctx, id, error);
-            for other in later.into_iter().filter(|other| *other > id) {
+            // The latest first: none goes because the one before it has ended.
+            for other in later.into_iter().filter(|other| *other > id).rev() {
                 let detail = format!("{failed} to rank {peer} before it failed");
                 self.fail(ctx, other, |operation| Error::Timeout { operation, waited, detail });
             }
+            self.fail(ctx, id, error);
         }
     }
 }
@@ -670,9 +690,6 @@ fn adder(region: Region, window: WindowId, dtype: DType) -> RecvBuffer {
 
 /// Tokens of gets have this bit, which the tokens that their targets give messages never reach.
 const GET_TOKENS: u64 = 1 << 63;
-
-/// Why an operation is cut off whose window is gone.
-const DEREGISTERED: &str = "the window was deregistered in the meantime";
 
 #[cfg(test)]
 mod tests;

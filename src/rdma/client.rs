@@ -27,6 +27,8 @@ use crate::sys::ucx::{Endpoint, RegisteredMemory};
 /// A span that was given to the thread.
 struct Active {
     kind: Kind,
+    /// What lets the peer read the local bytes through UCX, for `Pull`. Before the span, which has the bytes, so that it ends first.
+    registered: Option<Arc<RegisteredMemory>>,
     span: Span,
     /// Its place in its operation, and the number of spans there.
     place: (usize, usize),
@@ -37,8 +39,6 @@ struct Active {
     ask: Ask,
     /// Bytes that have come.
     received: usize,
-    /// What lets the peer read the local bytes through UCX, for `Pull`.
-    registered: Option<Arc<RegisteredMemory>>,
 }
 
 impl Active {

@@ -17,6 +17,7 @@ use crate::rdma::ucx;
 use crate::rdma::wire::{Address, Wire};
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cma::PeerMemory;
+use crate::sys::fork::Private;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::socket;
 use crate::sys::ucx::RegisteredMemory;
@@ -41,8 +42,37 @@ struct Shared {
 struct Connections {
     ended: bool,
     next: u64,
-    open: Vec<(u64, Wire)>,
+    /// The oldest first.
+    open: Vec<Open>,
     threads: Vec<JoinHandle<()>>,
+}
+
+struct Open {
+    number: u64,
+    wire: Wire,
+    /// Whether its peer has proved that it knows the secret.
+    is_proved: bool,
+}
+
+impl Connections {
+    /// Takes the place of the oldest connection without a proof if there are as many as there may be: whoever knows the secret
+    /// proves it at once. False: as many as there may be have proved themselves.
+    fn make_room(&mut self) -> bool {
+        let unproved: Vec<usize> = (0..self.open.len()).filter(|at| !self.open[*at].is_proved).collect();
+        if self.open.len() - unproved.len() >= CONNECTIONS_MAX {
+            return false;
+        }
+        if unproved.len() >= UNPROVED_MAX {
+            self.open.remove(unproved[0]).wire.shut_down();
+        }
+        true
+    }
+
+    /// Notes a proof. False: the connection has had to make room before that.
+    fn proved(&mut self, number: u64) -> bool {
+        let found = self.open.iter_mut().find(|open| open.number == number);
+        found.map(|open| open.is_proved = true).is_some()
+    }
 }
 
 impl Server {
@@ -56,9 +86,14 @@ impl Server {
     ) -> io::Result<Server> {
         let shared = Arc::new(Shared { address, ucx, silence, connections: Mutex::default() });
         let (waker, woken) = UnixStream::pair()?;
+        let private = [Private::new(unix.as_fd())?, Private::new(tcp.as_fd())?];
         let its = shared.clone();
         let accepting = std::thread::Builder::new().name("ncclx_rs rdma".to_owned());
-        let accepting = accepting.spawn(move || accept(&its, &unix, &tcp, woken.as_fd()))?;
+        let accepting = accepting.spawn(move || {
+            accept(&its, &unix, &tcp, woken.as_fd());
+            // Before the listeners.
+            drop(private);
+        })?;
         Ok(Server { shared, waker, accepting: Some(accepting) })
     }
 
@@ -67,7 +102,7 @@ impl Server {
         {
             let mut connections = lock(&self.shared.connections);
             connections.ended = true;
-            connections.open.iter().for_each(|(_, wire)| wire.shut_down());
+            connections.open.iter().for_each(|open| open.wire.shut_down());
         }
         // Wakes the thread that accepts.
         let _ = self.waker.shutdown(std::net::Shutdown::Both);
@@ -120,8 +155,11 @@ fn accept(shared: &Arc<Shared>, unix: &UnixListener, tcp: &TcpListener, woken: B
 fn admit(shared: &Arc<Shared>, wire: Wire) {
     let mut connections = lock(&shared.connections);
     connections.threads.retain(|thread| !thread.is_finished());
-    if connections.ended || connections.threads.len() >= CONNECTIONS_MAX {
-        return log::warn!("a transport refused a connection: it has {} already", connections.threads.len());
+    if connections.ended {
+        return;
+    }
+    if !connections.make_room() {
+        return log::warn!("a transport refused a connection: it has {CONNECTIONS_MAX} already");
     }
     let number = connections.next;
     connections.next += 1;
@@ -131,25 +169,28 @@ fn admit(shared: &Arc<Shared>, wire: Wire) {
     let serving = std::thread::Builder::new().name("ncclx_rs rdma".to_owned());
     let started = handle.and_then(|handle| {
         let thread = serving.spawn(move || {
-            serve_connection(&its, wire);
-            lock(&its.connections).open.retain(|(other, _)| *other != number);
+            serve_connection(&its, number, wire);
+            lock(&its.connections).open.retain(|open| open.number != number);
         })?;
         Ok((handle, thread))
     });
     match started {
-        Ok((handle, thread)) => {
-            connections.open.push((number, handle));
+        Ok((wire, thread)) => {
+            connections.open.push(Open { number, wire, is_proved: false });
             connections.threads.push(thread);
         }
         Err(error) => log::warn!("a transport cannot serve a connection: {error}"),
     }
 }
 
-fn serve_connection(shared: &Shared, mut wire: Wire) {
+fn serve_connection(shared: &Shared, number: u64, mut wire: Wire) {
     if let Err(error) = wire.accept(&shared.address, Instant::now() + HANDSHAKE_TIMEOUT) {
         if !lock(&shared.connections).ended {
             log::warn!("a transport refused a connection through {}: {error}", wire.name());
         }
+        return;
+    }
+    if !lock(&shared.connections).proved(number) {
         return;
     }
     if let Err(error) = serve_proved(wire, &shared.ucx)
@@ -182,8 +223,9 @@ struct Serving<'a> {
 
 /// Bytes that stay where they are, also when they are deregistered, until the peer does not read them any more.
 struct Exposed {
-    _bytes: Arc<LentBytes>,
+    /// Before the bytes, so that it ends first.
     _registered: Arc<RegisteredMemory>,
+    _bytes: Arc<LentBytes>,
 }
 
 /// How a request ended: why it was refused, if it was.
@@ -333,7 +375,7 @@ impl Serving<'_> {
         };
         let key = registered.key().to_vec();
         ucx::check_packed("a key", &key)?;
-        let exposed = Exposed { _bytes: bytes, _registered: registered };
+        let exposed = Exposed { _registered: registered, _bytes: bytes };
         let place = (remote.key, remote.address, remote.len);
         self.exposed.entry(place).or_insert((0, exposed)).0 += 1;
         let reads: usize = self.exposed.values().map(|(count, _)| count).sum();
@@ -449,8 +491,11 @@ const REVOKED_CHECK: Duration = Duration::from_millis(10);
 /// How long a connection may take to prove itself.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How many connections a transport has at most, those in their handshake included.
+/// How many connections a transport serves at most.
 const CONNECTIONS_MAX: usize = 64;
+
+/// How many connections without a proof it has at most besides.
+const UNPROVED_MAX: usize = 64;
 
 /// How long a transport waits for resources that it lacks to accept a connection.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);

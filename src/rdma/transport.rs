@@ -37,13 +37,31 @@ pub struct Transport {
 #[derive(Default)]
 struct State {
     bound: Option<(Vec<u8>, Server)>,
-    client: Option<Client>,
+    client: Peer,
+}
+
+/// How far the connection to the peer is.
+#[derive(Default)]
+enum Peer {
+    #[default]
+    None,
+    /// A thread connects, without the lock.
+    Connecting,
+    Connected(Client),
+    /// Closed before it was connected.
+    Closed,
+}
+
+impl Peer {
+    fn client(&self) -> Option<&Client> {
+        if let Peer::Connected(client) = self { Some(client) } else { None }
+    }
 }
 
 impl fmt::Debug for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = lock(&self.state);
-        let peer = state.client.as_ref().map(Client::peer);
+        let peer = state.client.client().map(Client::peer);
         f.debug_struct("Transport").field("bound", &state.bound.is_some()).field("peer", &peer).finish_non_exhaustive()
     }
 }
@@ -128,15 +146,29 @@ impl Transport {
         };
         let address =
             Address::parse(peer).map_err(|got| usage("peer", "the bytes that the peer's bind returned", got))?;
-        let mut state = lock(&self.state);
-        if let Some(client) = &state.client {
-            return Err(usage("self", "a transport that was not connected", format!("one of {}", client.peer())).into());
+        let is = |got: String| usage("self", "a transport that was not connected", got);
+        {
+            let mut state = lock(&self.state);
+            match &state.client {
+                Peer::Connected(client) => return Err(is(format!("one of {}", client.peer())).into()),
+                Peer::Connecting => return Err(is("one that another thread connects".to_owned()).into()),
+                Peer::Closed => return Err(is("one that was closed".to_owned()).into()),
+                Peer::None => state.client = Peer::Connecting,
+            }
         }
         let deadline = Instant::now().checked_add(timeout).unwrap_or_else(|| Instant::now() + DAY);
-        let (wire, ucx) = self.reach(&address, deadline)?;
-        let client = Client::start(wire, ucx, address.name(), self.config.single_copy_bytes > 0)
-            .map_err(|cause| os("connect", &cause))?;
-        state.client = Some(client);
+        let started = self.reach(&address, deadline).and_then(|(wire, ucx)| {
+            Client::start(wire, ucx, address.name(), self.config.single_copy_bytes > 0)
+                .map_err(|cause| os("connect", &cause))
+        });
+        let mut state = lock(&self.state);
+        if let Peer::Closed = state.client {
+            // A client is stopped by its drop.
+            let cause = "the transport was closed meanwhile".to_owned();
+            return Err(RdmaError::NotConnected { operation: "connect", cause });
+        }
+        state.client = Peer::None;
+        state.client = Peer::Connected(started?);
         Ok(())
     }
 
@@ -169,9 +201,9 @@ impl Transport {
         self.allow_readers();
         let is_forced = self.config.transport == TransportChoice::Ucx;
         let mut failures = Vec::new();
-        let mut attempt = |way: &str, open: &dyn Fn() -> io::Result<Wire>, context: Option<&Arc<Context>>| {
+        let mut attempt = |way: &str, open: &dyn Fn() -> io::Result<Wire>, limit, context: Option<&Arc<Context>>| {
             let opened = open().and_then(|mut wire| {
-                wire.open(address, deadline)?;
+                wire.open(address, limit)?;
                 let Some(context) = context else { return Ok((wire, None)) };
                 let (need, deadline) = match is_forced {
                     true => (Need::Any, deadline),
@@ -186,12 +218,15 @@ impl Transport {
             let open = || socket::connect_unix(&address.unix).and_then(Wire::unix);
             // Within a host, UCX does no more than shared memory.
             let context = ucx.as_ref().ok().filter(|_| is_forced);
-            if let Some(found) = attempt("on this host", &open, context) {
+            if let Some(found) = attempt("on this host", &open, deadline, context) {
                 return Ok(found);
             }
         }
         let tcp = if self.config.transport.has_tcp() && !has_tls { address.tcp.as_slice() } else { &[] };
-        for target in tcp {
+        for (index, target) in tcp.iter().enumerate() {
+            // What is silent may be somebody else, as long as there is another address.
+            let is_last = index + 1 == tcp.len();
+            let limit = if is_last { deadline } else { deadline.min(Instant::now() + ATTEMPT_TIMEOUT) };
             let open = || {
                 let left = deadline
                     .saturating_duration_since(Instant::now())
@@ -200,7 +235,7 @@ impl Transport {
                 TcpStream::connect_timeout(target, left).and_then(|s| Wire::tcp(s, self.config.peer_timeout))
             };
             if let Ok(context) = &ucx {
-                if let Some(found) = attempt(&target.to_string(), &open, Some(context)) {
+                if let Some(found) = attempt(&target.to_string(), &open, limit, Some(context)) {
                     return Ok(found);
                 }
                 if is_forced {
@@ -208,7 +243,7 @@ impl Transport {
                 }
                 log::info!("{} is not reached through UCX", address.name());
             }
-            if let Some(found) = attempt(&target.to_string(), &open, None) {
+            if let Some(found) = attempt(&target.to_string(), &open, limit, None) {
                 return Ok(found);
             }
         }
@@ -219,20 +254,29 @@ impl Transport {
         Err(RdmaError::Unreachable { peer: address.name(), cause: failures.join("; ") })
     }
 
+    /// What `tell` says of the connection, unless there is none, as in a forked child.
+    fn connection<T>(&self, tell: impl FnOnce(&Client) -> T) -> Option<T> {
+        // Its lock may be held for ever.
+        if !self.origin.is_here() {
+            return None;
+        }
+        lock(&self.state).client.client().map(tell)
+    }
+
     /// Whether it is connected.
     pub fn is_connected(&self) -> bool {
-        lock(&self.state).client.as_ref().is_some_and(|client| client.ended().is_none())
+        self.connection(|client| client.ended().is_none()).unwrap_or(false)
     }
 
     /// How bytes move, once it is connected: `shared memory`, `tcp` or `ucx`.
     pub fn wire(&self) -> Option<&'static str> {
-        lock(&self.state).client.as_ref().map(Client::wire)
+        self.connection(Client::wire)
     }
 
     /// What UCX goes through, once it is connected by `ucx`: each its name of the way and the device, as `tcp/eth0`. Nothing
     /// where UCX is older than 1.13, which does not tell.
     pub fn devices(&self) -> Vec<String> {
-        lock(&self.state).client.as_ref().map_or_else(Vec::new, |client| client.devices().to_vec())
+        self.connection(|client| client.devices().to_vec()).unwrap_or_default()
     }
 
     /// Begins to write or read spans, and returns at once. The operation ends when all spans have, well or badly. What is in flight
@@ -258,7 +302,7 @@ impl Transport {
         }
         let state = lock(&self.state);
         let not_connected = || RdmaError::NotConnected { operation, cause: "connect was not called".to_owned() };
-        let client = state.client.as_ref().ok_or_else(not_connected)?;
+        let client = state.client.client().ok_or_else(not_connected)?;
         if client.wire() != UCX && spans.iter().any(|span| span.local.is_on_device()) {
             return Err(UsageError {
                 operation: operation.to_owned(),
@@ -279,15 +323,18 @@ impl Transport {
         Err(RdmaError::NotConnected { operation, cause })
     }
 
-    /// Ends both connections. What is in flight fails. Returns when nothing of it reads or writes memory any more.
+    /// Ends both connections. What is in flight fails. Returns when nothing of it reads or writes memory any more. A thread that is
+    /// connecting ends with an error once the peer answers, or at its time limit.
     pub fn close(&self) {
         // A forked child has none of the threads.
         if !self.origin.is_here() {
             return;
         }
         let mut state = lock(&self.state);
-        if let Some(client) = &mut state.client {
-            client.stop();
+        match &mut state.client {
+            Peer::Connected(client) => client.stop(),
+            connecting @ Peer::Connecting => *connecting = Peer::Closed,
+            Peer::None | Peer::Closed => {}
         }
         if let Some((_, server)) = &mut state.bound {
             server.stop();
@@ -310,3 +357,41 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Longer than any wait.
 const DAY: Duration = Duration::from_secs(86_400);
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::sys::fork::testing::holds_in_a_child;
+
+    /// The sockets whose lines in a table of the kernel hold `text`, by the column of the inode.
+    fn sockets(table: &str, text: &str, column: usize) -> Vec<String> {
+        let table = fs::read_to_string(table).expect("a table");
+        let lines = table.lines().filter(|line| line.contains(text));
+        lines.map(|line| format!("socket:[{}]", line.split_whitespace().nth(column).expect("an inode"))).collect()
+    }
+
+    /// Whether this process has one of them open.
+    fn has_open(sockets: &[String]) -> bool {
+        let files = fs::read_dir("/proc/self/fd").expect("the open files");
+        let links = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+        links.into_iter().any(|link| sockets.iter().any(|socket| link.as_os_str() == socket.as_str()))
+    }
+
+    #[test]
+    fn a_forked_child_does_not_listen() {
+        let transport = Transport::new(&[]).expect("a transport");
+        let address = Address::parse(&transport.bind().expect("bind")).expect("an address");
+        let name = String::from_utf8(address.unix.clone()).expect("letters");
+        let port = format!(":{:04X} ", address.tcp[0].port());
+        let listeners = [
+            sockets("/proc/self/net/unix", &name, 6),
+            ["tcp", "tcp6"].map(|table| sockets(&format!("/proc/self/net/{table}"), &port, 9)).concat(),
+        ];
+        for listener in &listeners {
+            assert!(has_open(listener), "{listener:?}");
+            assert!(holds_in_a_child(|| !has_open(listener)), "{listener:?}");
+        }
+    }
+}

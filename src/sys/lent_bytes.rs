@@ -19,12 +19,20 @@ pub struct LentBytes {
     /// Whether they lie in the memory of a CUDA device, which no code of this process touches.
     is_on_device: bool,
     /// A registration of the bytes. Before their owner, so that it ends first.
-    attached: Mutex<Option<Attached>>,
+    attached: Mutex<Attachment>,
     _owner: Box<dyn Any + Send + Sync>,
 }
 
 /// What ends with the bytes, or with its last user after that.
 type Attached = Arc<dyn Any + Send + Sync>;
+
+/// What is attached to bytes.
+enum Attachment {
+    Some(Attached),
+    None,
+    /// Nothing, and nothing will be.
+    Detached,
+}
 
 // SAFETY: the bytes are plain data that any thread may copy, and the owner may be dropped by any thread.
 unsafe impl Send for LentBytes {}
@@ -44,7 +52,7 @@ impl LentBytes {
     /// The bytes are readable and writable until `owner` is dropped, and the program does not rely on their values while other
     /// parties may write them.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize, owner: Box<dyn Any + Send + Sync>) -> LentBytes {
-        LentBytes { ptr, len, is_on_device: false, attached: Mutex::new(None), _owner: owner }
+        LentBytes { ptr, len, is_on_device: false, attached: Mutex::new(Attachment::None), _owner: owner }
     }
 
     /// The `len` bytes at `ptr` in the memory of a CUDA device, for as long as `owner` lives. Only a library copies them.
@@ -52,7 +60,7 @@ impl LentBytes {
     /// # Safety
     /// As for [`LentBytes::from_raw`], for copies by the device.
     pub unsafe fn on_device(ptr: *mut u8, len: usize, owner: Box<dyn Any + Send + Sync>) -> LentBytes {
-        LentBytes { ptr, len, is_on_device: true, attached: Mutex::new(None), _owner: owner }
+        LentBytes { ptr, len, is_on_device: true, attached: Mutex::new(Attachment::None), _owner: owner }
     }
 
     /// Bytes of the engine's own, with such content.
@@ -84,18 +92,24 @@ impl LentBytes {
         self.ptr.addr() as u64
     }
 
-    /// What is attached to the bytes, or else what `make` makes for that.
+    /// What is attached to the bytes, or else what `make` makes: for that, unless something was [detached](LentBytes::detach).
     pub(super) fn attached<E>(&self, make: impl FnOnce() -> Result<Attached, E>) -> Result<Attached, E> {
         let mut attached = lock(&self.attached);
         match &*attached {
-            Some(attached) => Ok(attached.clone()),
-            None => Ok(attached.insert(make()?).clone()),
+            Attachment::Some(attached) => Ok(attached.clone()),
+            Attachment::None => {
+                let made = make()?;
+                *attached = Attachment::Some(made.clone());
+                Ok(made)
+            }
+            Attachment::Detached => make(),
         }
     }
 
-    /// Takes away what is attached.
-    pub(super) fn detach(&self) -> Option<Attached> {
-        lock(&self.attached).take()
+    /// Takes away what is attached. What is made later is its caller's alone, who keeps these bytes longer than that.
+    pub(super) fn detach(&self) {
+        // Dropped without the lock.
+        let _attached = std::mem::replace(&mut *lock(&self.attached), Attachment::Detached);
     }
 
     /// The first byte, for calls that only note where the bytes are.

@@ -46,6 +46,28 @@ fn both_sides_may_send_first() {
 }
 
 #[test]
+fn empty_messages_arrive_however_many_are_unread() {
+    // They take more than the receiver has room for, so that the last wait at the sender.
+    const COUNT: usize = 17_000;
+    for wire in wires() {
+        world(wire, 2, |comm| {
+            if comm.rank().0 == 0 {
+                let sent: Vec<_> = (0..COUNT).map(|_| comm.submit(start(send(1, 0), &mut [])).expect("send")).collect();
+                comm.submit(start(send(1, 1), &mut [5])).expect("send").wait(None).expect("send");
+                sent.into_iter().for_each(|work| work.wait(None).expect("send"));
+            } else {
+                let mut last = [0];
+                comm.submit(start(recv(0, 1), &mut last)).expect("recv").wait(None).expect("recv");
+                assert_eq!(last, [5]);
+                for _ in 0..COUNT {
+                    comm.submit(start(recv(0, 0), &mut [])).expect("recv").wait(None).expect("recv");
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn a_ring_of_blocking_sends_before_the_receives_completes() {
     for wire in wires() {
         for size in [2, 3] {

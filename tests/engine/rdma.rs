@@ -301,6 +301,62 @@ fn strangers_are_refused_and_peers_go_on() {
     }
 }
 
+/// A listener that says nothing to those that connect.
+fn silent() -> std::net::TcpListener {
+    std::net::TcpListener::bind("127.0.0.1:0").expect("it listens")
+}
+
+/// The bytes that `transport` has bound with another list of addresses.
+fn addressed(transport: &Transport, change: impl FnOnce(&mut Vec<serde_json::Value>)) -> Vec<u8> {
+    let mut address: serde_json::Value = serde_json::from_slice(&transport.bind().expect("bind")).expect("plain data");
+    change(address["tcp"].as_array_mut().expect("addresses"));
+    serde_json::to_vec(&address).expect("plain data")
+}
+
+#[test]
+fn an_address_that_says_nothing_leaves_time_for_the_others() {
+    let (one, other, silent) = (transport(WIRES[2].0), transport(WIRES[2].0), silent());
+    let there = silent.local_addr().expect("its address").to_string();
+    let theirs = addressed(&other, |addresses| addresses.insert(0, there.into()));
+    one.connect(&theirs, LONG).expect("by the second address");
+    assert_eq!(one.wire(), Some("tcp"));
+}
+
+#[test]
+fn a_transport_is_closed_while_it_connects() {
+    let (one, other, silent) = (transport(WIRES[2].0), transport(WIRES[2].0), silent());
+    let there = silent.local_addr().expect("its address").to_string();
+    let theirs = addressed(&other, |addresses| *addresses = vec![there.into()]);
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| one.connect(&theirs, LONG));
+        let (stranger, _) = silent.accept().expect("it connects");
+        let error = one.connect(&theirs, LONG).expect_err("it connects already").to_string();
+        assert!(error.contains("one that another thread connects") && !one.is_connected(), "{error}");
+        one.close();
+        assert!(!connecting.is_finished(), "nobody has answered");
+        drop((stranger, silent));
+        let error = connecting.join().expect("no panic").expect_err("it was closed");
+        assert!(error.to_string().contains("the transport was closed meanwhile"), "{error}");
+    });
+    let error = one.connect(&theirs, LONG).expect_err("it was closed").to_string();
+    assert!(error.contains("got one that was closed"), "{error}");
+}
+
+#[test]
+fn connections_that_say_nothing_keep_no_peer_out() {
+    let (one, other) = (transport(WIRES[2].0), transport(WIRES[2].0));
+    let theirs = other.bind().expect("bind");
+    let address: serde_json::Value = serde_json::from_slice(&theirs).expect("plain data");
+    let port = address["tcp"][0].as_str().expect("an address");
+    // More than it has places for.
+    let strangers: Vec<_> = (0..300).map(|_| std::net::TcpStream::connect(port).expect("it listens")).collect();
+    one.connect(&theirs, LONG).expect("connect");
+    let memory = MemoryRegion::new(lent(vec![0; 10]));
+    write(&one, &lent(vec![3; 10]), memory.remote_buffer(0, 10).expect("inside")).expect("write");
+    assert_eq!(arrived(memory.bytes()), [3; 10]);
+    drop(strangers);
+}
+
 /// Any that is not this process's.
 const OTHER_USER: u32 = 54_321;
 

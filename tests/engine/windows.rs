@@ -590,3 +590,30 @@ fn deregistering_ends_waits_and_leaves_the_memory_alone() {
         });
     }
 }
+
+#[test]
+fn a_window_stays_until_the_copies_of_other_threads_have_ended() {
+    const BYTES: usize = 64 << 20;
+    world(Wire::Shm, 2, |comm| {
+        let (me, mut memory) = (comm.rank().index(), SharedMemory::<u8>::new(BYTES).expect("memory"));
+        let window = comm.window_register(buffer(&mut memory[..])).expect("register");
+        std::thread::scope(|scope| {
+            if me == 0 {
+                let (began, begun) = std::sync::mpsc::channel();
+                let window = &window;
+                scope.spawn(move || {
+                    let mut ones = vec![1u8; BYTES];
+                    while put(comm, window, 1, 0, &mut ones).is_ok() {
+                        let _ = began.send(());
+                    }
+                });
+                begun.recv().expect("a put");
+            }
+            comm.window_deregister(window.id()).expect("deregister");
+            memory.fill(2);
+        });
+        // No thread of rank 0 puts any more.
+        run(comm, OpKind::Barrier, vec![], vec![]).expect("barrier");
+        assert!(memory.iter().all(|byte| *byte == 2), "a put came after the window's end");
+    });
+}

@@ -151,8 +151,8 @@ MUTATIONS = (
         (
             Edit(
                 "src/device/messages.rs",
-                "            if end.last.is_some_and(|last| last != raw) {\n",
-                "            if end.last.is_some_and(|last| last != raw && last == 0) {\n",
+                "            if end.last.is_some_and(|last| last != id) {\n",
+                "            if end.last.is_some_and(|last| last != id) && false {\n",
             ),
         ),
         ("races::messages_come_in_the_order_of_the_calls",),

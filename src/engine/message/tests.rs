@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::failures::{Departed, Departure};
+use crate::engine::frame::FRAGMENT_BYTES;
 use crate::engine::mock_peer::Harness;
 use crate::engine::region::Words;
 use crate::error::LinkDown;
@@ -162,4 +163,66 @@ fn a_receive_from_any_rank_blames_the_rank_that_is_known_to_be_lost() {
         let Some(Err(Error::PeerLost { rank, cause, .. })) = work.result() else { panic!("{:?}", work.result()) };
         assert_eq!((rank, cause.as_str()), (2, "it died"), "ranks {first} and {second} are gone");
     }
+}
+
+/// A long message of rank 1 is announced.
+fn announced(token: u64, len: usize) -> Vec<u8> {
+    let header = Header { token, kind: FrameKind::Rts, ..message_header(Tag(0), len) };
+    header.encode().to_vec()
+}
+
+#[test]
+fn a_receiver_hears_of_a_message_that_is_cut_off() {
+    let len = 3 * FRAGMENT_BYTES;
+    let frame = Header::control(FrameKind::Data, MatchSpace::PointToPoint, 0, 0, 0).size() + FRAGMENT_BYTES;
+    // Of the frames of data, so many bytes have gone out when the time limit passes; so many frames go out in the end.
+    for (room, frames) in [(0, 0), (10, 1), (1000, 1), (frame, 1), (frame + 1000, 2), (2 * frame + 1000, 3)] {
+        let (mut harness, mut words) = (Harness::new(), words(len));
+        harness.wire().is_far = true;
+        let work = harness.start(Direction::Send(Rank(1)), &mut words, LIMIT);
+        let [Header { kind: FrameKind::Rts, token, .. }] = sent(&mut harness)[..] else { panic!("no message") };
+        harness.wire().room = Some(room);
+        harness.send(&Header::control(FrameKind::Rtr, MatchSpace::PointToPoint, 0, token, 0).encode());
+        harness.engine.expire(Instant::now() + 2 * LIMIT);
+        assert!(matches!(work.result(), Some(Err(Error::Timeout { .. }))), "{:?}", work.result());
+        harness.wire().room = None;
+        harness.settle();
+        let mut headers = sent(&mut harness);
+        if frames < 3 {
+            let end = headers.pop().expect("the end");
+            assert_eq!((end.kind, end.token, end.index), (FrameKind::Fail, token, End::Sender as u32), "{room}");
+        }
+        let bytes: usize = headers.iter().map(|header| header.payload()).sum();
+        assert!(headers.iter().all(|header| header.kind == FrameKind::Data && header.token == token), "{headers:?}");
+        assert_eq!((headers.len(), bytes), (frames, frames * FRAGMENT_BYTES), "{room}");
+    }
+}
+
+#[test]
+fn who_gives_a_message_up_ends_that_one_alone() {
+    let (mut harness, len) = (Harness::new(), FRAGMENT_BYTES);
+    harness.wire().is_far = true;
+    let (mut ours, mut theirs) = (words(len), words(len));
+    // Each rank names its first message by the same token.
+    let send = harness.start(Direction::Send(Rank(1)), &mut ours, LIMIT);
+    let receive = harness.start(RECEIVE, &mut theirs, LIMIT);
+    let token = sent(&mut harness)[0].token;
+    harness.send(&announced(token, len));
+    let text = b"for a test";
+    let fail = |by| [&*Failed::Message { token, by }.header(text.len()).encode(), text].concat();
+    harness.send(&fail(End::Sender));
+    assert!(matches!(receive.result(), Some(Err(Error::Remote { rank: 1, .. }))), "{:?}", receive.result());
+    assert!(!send.is_done());
+    harness.send(&fail(End::Receiver));
+    assert!(matches!(send.result(), Some(Err(Error::Mismatch { .. }))), "{:?}", send.result());
+}
+
+#[test]
+fn an_empty_message_that_is_announced_arrives() {
+    let (mut harness, mut words) = (harness(), words(0));
+    let receive = harness.start(RECEIVE, &mut words, LIMIT);
+    harness.send(&announced(7, 0));
+    assert_eq!(sent(&mut harness).last().map(|header| (header.kind, header.token)), Some((FrameKind::Rtr, 7)));
+    harness.send(&Header::control(FrameKind::Data, MatchSpace::PointToPoint, 0, 7, 0).encode());
+    assert_eq!(receive.result(), Some(Ok(())));
 }

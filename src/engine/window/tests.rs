@@ -200,6 +200,13 @@ impl Reader {
         self.harness.peer.wire().reads.len()
     }
 
+    /// Rank 1 answers the last but so many operations, a get of a frame, with these bytes.
+    fn answer(&mut self, before: u64, bytes: &[u8]) {
+        let token = GET_TOKENS | (self.harness.peer.engine.windows.next_id() - 1 - before);
+        let header = Harness::header(FrameKind::Data, self.window.0, token, bytes.len() as u64);
+        self.harness.send(&[&header, bytes].concat());
+    }
+
     /// The kinds of the frames that rank 0 has sent since the last call.
     fn sent(&mut self) -> Vec<FrameKind> {
         let sent = std::mem::take(&mut self.harness.peer.wire().from_engine);
@@ -262,8 +269,49 @@ fn a_get_that_cannot_be_read_goes_by_a_frame_before_all_that_follows() {
             reader.reads_end(false);
         }
         reader.harness.peer.settle();
-        assert_eq!(reader.sent(), [FrameKind::Get, FrameKind::Put, FrameKind::Signal]);
-        assert_eq!((works.map(|work| work.is_done()), reader.remote_reads()), ([false, true, true], 0));
+        assert_eq!((reader.sent(), works.map(|work| work.is_done())), (vec![FrameKind::Get], [false; 3]));
+        reader.answer(2, &[7; 16]);
+        assert_eq!(reader.sent(), [FrameKind::Put, FrameKind::Signal]);
+        assert_eq!((works.map(|work| work.is_done()), reader.remote_reads()), ([true; 3], 0));
+    }
+}
+
+#[test]
+fn a_get_that_asks_is_overtaken_by_other_gets_alone() {
+    let (mut reader, mut into, mut more) = (reader(64), Words::new(vec![0; 2]), Words::new(vec![0; 2]));
+    reader.harness.peer.wire().exposed = None;
+    let mut from = Words::new(vec![1]);
+    let gets = [reader.get(0, &mut into), reader.get(8, &mut more)];
+    let (put, late) = (reader.put(&mut from), reader.get(0, &mut into));
+    reader.harness.peer.settle();
+    assert_eq!((reader.sent(), put.is_done()), (vec![FrameKind::Get; 2], false));
+    reader.answer(3, &[7; 16]);
+    assert_eq!((reader.sent(), gets[0].is_done(), put.is_done()), (vec![], true, false), "the second one is under way");
+    reader.answer(2, &[8; 16]);
+    assert_eq!((reader.sent(), put.is_done()), (vec![FrameKind::Put, FrameKind::Get], true));
+    reader.answer(0, &[9; 16]);
+    assert!(late.is_done() && gets[1].is_done() && reader.harness.peer.engine.is_settled());
+}
+
+#[test]
+fn nothing_that_follows_a_put_goes_once_its_time_is_over() {
+    let mut reader = reader(64);
+    let mut from = Words::new(vec![1; 2 * FRAGMENT_BYTES / 8]);
+    let frame = Harness::header(FrameKind::Put, 0, 0, 0).len() + FRAGMENT_BYTES;
+    // The stream has no room: for anything, in the first frame of the put, or between its two.
+    for (room, sent) in [(0, 0), (1000, 1), (frame, 1)] {
+        reader.harness.peer.wire().room = Some(room);
+        let put = RmaOp::Put { offset: 0, from: Region::of(&[from.buffer()]) };
+        let put = reader.submit(put, Duration::from_secs(1));
+        let signals = [0; 2].map(|_| reader.submit(RmaOp::Signal, HOUR));
+        reader.harness.peer.settle();
+        reader.harness.peer.engine.expire(Instant::now() + Duration::from_secs(2));
+        reader.harness.peer.wire().room = None;
+        reader.harness.peer.settle();
+        for work in [&put, &signals[0], &signals[1]] {
+            assert!(matches!(work.result(), Some(Err(Error::Timeout { .. }))), "{room}: {:?}", work.result());
+        }
+        assert_eq!(reader.sent(), vec![FrameKind::Put; sent], "{room}");
     }
 }
 
@@ -294,9 +342,11 @@ fn a_get_after_a_put_goes_by_a_frame_until_a_flush_was_answered() {
         reader.harness.peer.settle();
         reader.get(8, &mut into);
         assert_eq!((reader.reads(), reader.sent().last()), (0, Some(&FrameKind::Get)));
+        reader.answer(0, &[7; 16]);
         let flush = reader.submit(RmaOp::Flush, HOUR);
         reader.get(8, &mut into);
         assert_eq!((reader.reads(), reader.sent()), (0, vec![FrameKind::Flush, FrameKind::Get]));
+        reader.answer(0, &[7; 16]);
         let id = reader.harness.peer.engine.windows.next_id() - 2;
         let window = reader.window.0;
         reader.harness.send(&Harness::header(FrameKind::Flushed, window, id, 0));

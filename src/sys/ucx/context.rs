@@ -154,7 +154,7 @@ unsafe impl Sync for RegisteredMemory {}
 
 impl RegisteredMemory {
     /// The registration of these bytes, which stays until they are dropped or [forgotten](RegisteredMemory::forget), and then until
-    /// nobody has it any more.
+    /// nobody has it any more. The caller keeps the bytes for as long as it keeps this.
     ///
     /// # Errors
     /// A device refuses, as where too little memory may be locked; or the bytes are a CUDA device's, which the library does not reach.
@@ -168,7 +168,7 @@ impl RegisteredMemory {
 
     /// Ends the registration of these bytes as soon as nobody has it any more.
     pub fn forget(bytes: &LentBytes) {
-        drop(bytes.detach());
+        bytes.detach();
     }
 
     fn new(context: &Arc<Context>, bytes: &LentBytes) -> Result<RegisteredMemory, UcxError> {

@@ -24,7 +24,7 @@ struct Get {
     request: *mut c_void,
     key: RawKey,
     /// Where it writes to.
-    _into: (Arc<LentBytes>, Arc<RegisteredMemory>),
+    _into: (Arc<RegisteredMemory>, Arc<LentBytes>),
 }
 
 // SAFETY: it is used with its endpoint alone.
@@ -73,7 +73,7 @@ impl Gets {
                 return Err(ucx.failed("ucp_get_nbx", status));
             }
         };
-        self.list.push(Get { token, request, key, _into: (into.clone(), registered) });
+        self.list.push(Get { token, request, key, _into: (registered, into.clone()) });
         Ok(())
     }
 
