@@ -184,8 +184,8 @@ class TorchCommWindow:
     ) -> TorchWork:
         """Reads from a rank's part into a tensor. Once it is done, the tensor holds the data.
 
-        It reads the data of the moment at which the request arrives. So ranks must synchronize before: by a signal of
-        the rank that wrote the data, or by a barrier. torchcomms has no such method.
+        It reads what is there while it is under way. So ranks must synchronize before: by a signal of the rank that
+        wrote the data, or by a barrier. What is put or signalled later comes after it. torchcomms has no such method.
 
         Args:
             tensor: the tensor to fill completely, of any shape.
