@@ -305,8 +305,9 @@ fn nothing_that_follows_a_put_goes_once_its_time_is_over() {
         let put = reader.submit(put, Duration::from_secs(1));
         let signals = [0; 2].map(|_| reader.submit(RmaOp::Signal, HOUR));
         reader.harness.peer.settle();
-        reader.harness.peer.engine.expire(Instant::now() + Duration::from_secs(2));
+        // A signal would find room at once.
         reader.harness.peer.wire().room = None;
+        reader.harness.peer.engine.expire(Instant::now() + Duration::from_secs(2));
         reader.harness.peer.settle();
         for work in [&put, &signals[0], &signals[1]] {
             assert!(matches!(work.result(), Some(Err(Error::Timeout { .. }))), "{room}: {:?}", work.result());
