@@ -1,6 +1,7 @@
 //! What a schedule is made for: a collective's shape, and the setting of the rank that runs it.
 
 use crate::algo::alike::{IslandCall, Islands};
+use crate::algo::direct;
 use crate::algo::group::Group;
 use crate::counts::Counts;
 use crate::op::CollectiveKind;
@@ -255,6 +256,17 @@ impl Setting<'_> {
         }
     }
 
+    /// As `chunk_of_elements`, where a rank holds the chunks of so many others to combine them at once: they take as much as copies
+    /// may, or a 16th of the data where that is more.
+    pub(super) fn chunk_to_fold(&self, element: usize, total: usize, others: usize) -> usize {
+        let chunk = self.chunk_of_elements(element, total);
+        if self.chunking == Chunking::Whole || others < 2 {
+            return chunk;
+        }
+        let most = self.scratch.limit.max(total.saturating_mul(element) / FOLDED_PART);
+        chunk.min(most / (direct::LANES * others * element)).max(1)
+    }
+
     /// Bytes of what lies in `space`.
     pub(super) fn bytes_in(&self, space: Space) -> usize {
         self.scaling.bytes_in(space, self.element)
@@ -281,6 +293,9 @@ const CHUNK_BYTES: usize = 256 * 1024;
 
 /// By how much a chunk is longer where the last tells the end: a cache line, so that pieces begin where lines do.
 const DELIMITED_BYTES: usize = 64;
+
+/// Chunks that are combined at once are at most this part of the data, where that is more than copies may take.
+const FOLDED_PART: usize = 16;
 
 /// The most pieces that a collective's data is cut into.
 const CHUNKS_MAX: usize = 256;

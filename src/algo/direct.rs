@@ -41,6 +41,25 @@ pub fn all_gather(builder: &mut Builder, group: &Group, own: Slice, blocks: &[Sl
 /// Sends block r of `own` to position r; `into` ends as the reduction of everyone's block `me`, combined in the order
 /// of the positions and rounded once. `into` may be block `me` of `own`.
 pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into: Slice, chunk: usize) {
+    let lanes = lanes_to_fold(builder, group, into, into.len, chunk);
+    reduce_scatter_by(builder, group, own, into, chunk, lanes);
+}
+
+/// What [`reduce_scatter_by`] takes for blocks of at most so many elements, beside `into`.
+pub(super) fn lanes_to_fold(builder: &mut Builder, group: &Group, into: Slice, len: usize, chunk: usize) -> Lanes {
+    let others = if group.size() == 2 { 0 } else { group.size() - 1 };
+    lanes(builder, into, len, others, chunk)
+}
+
+/// As [`reduce_scatter`], in memory that other calls use as well.
+pub(super) fn reduce_scatter_by(
+    builder: &mut Builder,
+    group: &Group,
+    own: &[Slice],
+    into: Slice,
+    chunk: usize,
+    lanes: Lanes,
+) {
     let (size, me) = (group.size(), group.me());
     send_blocks(builder, group, own, chunk);
     if size == 2 {
@@ -52,7 +71,6 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
         return;
     }
     let others = size - 1;
-    let lanes = lanes(builder, into, others, chunk);
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
         let gathered = lanes[index % LANES].part(0, target.len * others);
         let parts = blocks(gathered, &Counts::equal(target.len, others));
@@ -71,7 +89,7 @@ pub fn reduce_scatter(builder: &mut Builder, group: &Group, own: &[Slice], into:
 pub fn average_scatter(builder: &mut Builder, world: &Group, own: &[Slice], into: Slice, chunk: usize) {
     let (size, me) = (world.size(), world.me());
     send_blocks(builder, world, own, chunk);
-    let lanes = lanes(builder, into, size, chunk);
+    let lanes = lanes(builder, into, into.len, size, chunk);
     for (index, (target, mine)) in chunks(into, chunk).zip(chunks(own[me], chunk)).enumerate() {
         let gathered = lanes[index % LANES].part(0, target.len * size);
         let parts = blocks(gathered, &Counts::equal(target.len, size));
@@ -93,13 +111,16 @@ fn send_blocks(builder: &mut Builder, group: &Group, own: &[Slice], chunk: usize
     }
 }
 
-/// Memory for the blocks that make a chunk of `into`. It goes round, so that what others send takes no more, and
+/// Memory for so many chunks of a block of `len` elements. It goes round, so that what others send takes no more, and
 /// combining overlaps with receiving.
-fn lanes(builder: &mut Builder, into: Slice, blocks: usize, chunk: usize) -> [Slice; LANES] {
-    [(); LANES].map(|()| builder.beside(into, Counts::equal(chunk.min(into.len), blocks).total()))
+fn lanes(builder: &mut Builder, into: Slice, len: usize, blocks: usize, chunk: usize) -> Lanes {
+    [(); LANES].map(|()| builder.beside(into, Counts::equal(chunk.min(len), blocks).total()))
 }
 
-const LANES: usize = 2;
+pub(super) type Lanes = [Slice; LANES];
+
+/// How many chunks are received and combined at once.
+pub(super) const LANES: usize = 2;
 
 /// Sends block r of `send` to position r and receives position r's block into block r of `recv`. A block of
 /// so many elements is cut by [`delimited_chunks`] into pieces of `chunk(elements)`.

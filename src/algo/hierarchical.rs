@@ -77,6 +77,7 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
     let size = hosts.local.size();
     let chunk = setting.chunk_of(data);
     if hosts.are_alike() {
+        let chunk = setting.chunk_to_fold(setting.bytes_in(data.space), data.len, size - 1);
         let me = hosts.local.me();
         let stripes = pieces(data, size);
         direct::reduce_scatter(builder, &hosts.local, &stripes, stripes[me], chunk);
@@ -268,7 +269,9 @@ pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Sl
     let hosts = Hosts::new(setting);
     let (me, home) = (hosts.local.me(), setting.topo.host_of(setting.me));
     let total: usize = blocks.iter().map(|block| block.len).sum();
-    let chunk = setting.chunk_of_elements(setting.bytes_in(into.space), total);
+    let chunk = setting.chunk_to_fold(setting.bytes_in(into.space), total, hosts.local.size() - 1);
+    let longest = setting.topo.hosts().iter().map(|ranks| blocks[ranks[me].index()].len).max().unwrap_or(0);
+    let lanes = direct::lanes_to_fold(builder, &hosts.local, into, longest, chunk);
     let mut of_hosts = vec![into; setting.topo.hosts().len()];
     // Each host begins with the blocks of the next one, so that not all send to the same host at first.
     for (host, ranks) in setting.topo.hosts().iter().enumerate().cycle().skip(home + 1).take(of_hosts.len()) {
@@ -276,7 +279,7 @@ pub fn reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, blocks: &[Sl
         if host != home {
             of_hosts[host] = builder.beside(into, blocks[me].len);
         }
-        direct::reduce_scatter(builder, &hosts.local, &blocks, of_hosts[host], chunk);
+        direct::reduce_scatter_by(builder, &hosts.local, &blocks, of_hosts[host], chunk, lanes);
     }
     builder.outward();
     let across = hosts.across();

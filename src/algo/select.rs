@@ -35,7 +35,8 @@ const TABLE: &[Row] = &[
         name: "recursive_doubling",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. }),
         prefer: |collective, setting| bytes(collective, setting) <= doubling_max_bytes(setting),
-        copies: |collective, _| count(collective),
+        // Also the sums, where these need memory of their own.
+        copies: |collective, setting| count(collective) * if setting.widens() { 2 } else { 1 },
         build: |builder, collective, setting| {
             all_reduce(builder, collective, setting, |builder, data| {
                 halving_doubling::all_reduce_doubling(builder, &setting.world(), data);
@@ -240,8 +241,12 @@ fn direct_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
 fn hierarchical_copies(collective: &Collective, setting: &Setting<'_>) -> usize {
     match collective {
         Collective::ReduceScatter { counts } if must_load(setting) => counts.total(),
-        // What this host has of the blocks of others, of which each of its ranks takes a share.
-        Collective::ReduceScatter { counts } => counts.total() / setting.topo.hosts()[0].len(),
+        // What this host has of the blocks of others, of which each of its ranks takes those of its place.
+        Collective::ReduceScatter { counts } => {
+            let hosts = setting.topo.hosts();
+            let at_place = |place: usize| hosts.iter().map(|ranks| counts[ranks[place].index()]).sum();
+            (0..hosts[0].len()).map(at_place).max().unwrap_or(0)
+        }
         _ => reduction_copies(collective, setting),
     }
 }

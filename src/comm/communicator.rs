@@ -616,11 +616,20 @@ impl Communicator {
             self.driver.with_engine(flushed)
         };
         flush_while_bytes_move(flush, || self.driver.with_engine(|engine| engine.unsent()));
-        // Taken out of its lock first: an abort meanwhile does not wait for the goodbye.
-        let detector = lock(&self.detector).take();
-        if let Some(detector) = detector {
-            let has_loss = self.driver.with_engine(|engine| engine.loss().is_some());
-            detector.say_goodbye(if has_loss { Duration::ZERO } else { GOODBYE_TIMEOUT });
+        // Taken out of its lock first: an abort meanwhile does not wait for the goodbye. After an abort it is the abort's.
+        let taken = self.driver.with_engine(|engine| {
+            let is_open = engine.closed().is_none();
+            let detector = is_open.then(|| lock(&self.detector).take()).flatten()?;
+            // Ranks that wait for this one in what it has not finished are to hear why it leaves.
+            let departed = if engine.has_ended() { None } else { engine.departure("shut down") };
+            Some((detector, departed, engine.loss().is_some()))
+        });
+        match taken {
+            Some((detector, Some(departed), _)) => detector.announce_departure(departed, ABORT_TIMEOUT),
+            Some((detector, None, has_loss)) => {
+                detector.say_goodbye(if has_loss { Duration::ZERO } else { GOODBYE_TIMEOUT });
+            }
+            None => {}
         }
         self.close("shut down");
         Ok(())
@@ -628,11 +637,13 @@ impl Communicator {
 
     fn close(&self, how: &str) {
         self.device.leave(&self.name, how);
-        let departed = self.driver.with_engine(|engine| {
+        let (departed, on_loss) = self.driver.with_engine(|engine| {
             let departed = engine.departure(how);
             engine.close(how);
-            departed
+            (departed, engine.forget_on_loss())
         });
+        // What it owns may be another communicator.
+        drop(on_loss);
         self.driver.flush_finished();
         self.driver.close();
         self.device.close();

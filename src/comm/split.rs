@@ -1,5 +1,6 @@
 //! A communicator made of some ranks of another. They bootstrap through the parent, so no store is needed.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::bootstrap::ROOT_KEY;
@@ -43,7 +44,7 @@ impl Communicator {
     /// ```
     pub fn split(&self, ranks: &[Rank], name: &str) -> Result<Communicator, Error> {
         let own = self.rank_among(ranks)?;
-        let parent = Parent { comm: self, ranks };
+        let parent = Parent { comm: self, ranks, has_asked: AtomicBool::new(false) };
         let timeout = Some(self.timeout());
         let part = Communicator::bootstrap_with(
             name.to_owned(),
@@ -52,7 +53,8 @@ impl Communicator {
             &parent,
             timeout,
             self.inherited.hints.clone(),
-        )?;
+        )
+        .inspect_err(|_| parent.gives_up(own))?;
         part.set_members(
             self.driver.with_engine(|engine| ranks.iter().map(|rank| engine.members[rank.index()]).collect()),
         );
@@ -126,6 +128,22 @@ pub struct LibraryPart(Part);
 struct Parent<'a> {
     comm: &'a Communicator,
     ranks: &'a [Rank],
+    /// Whether this rank has asked for what the first one sends.
+    has_asked: AtomicBool,
+}
+
+impl Parent<'_> {
+    /// What is sent to this rank is for a split that has failed here, before it asked.
+    fn gives_up(&self, own: Rank) {
+        if own != Rank(0) && !self.has_asked.load(Ordering::Relaxed) {
+            self.misses();
+        }
+    }
+
+    /// A record will come that is not of the split for which it is read.
+    fn misses(&self) {
+        *lock(&self.comm.missed_records).entry(self.ranks[0]).or_default() += 1;
+    }
 }
 
 impl Store for Parent<'_> {
@@ -141,12 +159,13 @@ impl Store for Parent<'_> {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
         debug_assert_eq!(key, ROOT_KEY);
+        self.has_asked.store(true, Ordering::Relaxed);
         let hear =
             |data: &mut [u8]| self.comm.recv_within(data, Source::Rank(self.ranks[0]), Tag::SPLIT, Some(timeout));
         let mut length = [0; 4];
         hear(&mut length).map_err(|error| {
             if matches!(error, Error::Timeout { .. }) {
-                *lock(&self.comm.missed_records).entry(self.ranks[0]).or_default() += 1;
+                self.misses();
             }
             error.to_string()
         })?;

@@ -373,7 +373,7 @@ impl Collectives {
             return self.suspect(ctx, to, cause);
         }
         let is_busy = active.plan.is_busy(&active.request.spaces);
-        let header = Header { is_busy, ..active.request.header(sequence, message, len) };
+        let header = active.request.header(sequence, message, len);
         let completion = Completion { op: OpId::Collective(sequence), step };
         let is_hot = active.request.sends_results_of(HOT_EAGER_BYTES);
         let eager = ctx.rndv.is_eager(&mut ctx.endpoints, to, len, is_hot);
@@ -386,6 +386,8 @@ impl Collectives {
             let is_asked = self.asked.remove(&key).is_some_and(|(_, asked)| asked == len as u64);
             let is_cache_hot = active.request.sends_results_of(ctx.rndv.hot_bytes);
             let known = Known { is_asked, is_cache_hot };
+            // A short message has the same header as on the fast path, which its receiver compares.
+            let header = Header { is_busy, ..header };
             let sent = ctx.rndv.send_long(&mut ctx.endpoints, to, header, Body::of(region), completion, known);
             self.announced.extend(sent.map(|token| (key, token)));
         }

@@ -186,7 +186,8 @@ impl Driver {
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.
     pub(crate) fn on_loss(&self, on_loss: OnLoss) {
-        self.with_engine(|engine| engine.set_on_loss(on_loss));
+        // Dropped without the engine's lock.
+        let _forgotten = self.with_engine(|engine| engine.set_on_loss(on_loss));
         self.tell_of_loss();
     }
 

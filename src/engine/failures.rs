@@ -192,14 +192,11 @@ impl Failures {
         })
     }
 
-    /// Stores the loss callback; see [`Failures::take_on_loss`].
-    pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) {
-        self.on_loss = Some(on_loss);
-    }
-
-    /// Drops the loss callback.
-    pub(crate) fn forget_on_loss(&mut self) {
-        self.on_loss = None;
+    /// Stores the loss callback, or forgets it; see [`Failures::take_on_loss`]. Returns the one before: what a callback owns is
+    /// dropped without the engine's lock.
+    #[must_use]
+    pub(crate) fn set_on_loss(&mut self, on_loss: Option<OnLoss>) -> Option<OnLoss> {
+        std::mem::replace(&mut self.on_loss, on_loss)
     }
 
     /// The loss callback, and the error of `operation`, once a loss has ended everything.

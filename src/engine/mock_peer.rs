@@ -254,6 +254,12 @@ fn gone() -> LinkDown {
 
 struct Sending(Arc<Mutex<MockWire>>);
 
+/// Rank 0's stream to rank 1.
+#[cfg(test)]
+pub(crate) fn sending(wire: &Arc<Mutex<MockWire>>) -> Box<dyn SendStream> {
+    Box::new(Sending(wire.clone()))
+}
+
 impl SendStream for Sending {
     fn write(&mut self, head: &[u8], body: &[IoSlice<'_>]) -> Result<usize, LinkDown> {
         let mut wire = lock(&self.0);

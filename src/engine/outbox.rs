@@ -83,7 +83,10 @@ impl Outbox {
     }
 
     /// Attaches the stream.
-    pub(crate) fn open(&mut self, send_stream: Box<dyn SendStream>) {
+    pub(crate) fn open(&mut self, mut send_stream: Box<dyn SendStream>) {
+        // What was invalidated before counts where the frames that tell of it go: no stream before has taken any.
+        let told = self.queue.iter().filter(|outgoing| outgoing.header.kind == FrameKind::Invalidated).count();
+        (0..told).for_each(|_| send_stream.invalidate());
         self.send_stream = Some(send_stream);
         self.vain = VainLooks::default();
     }
@@ -310,7 +313,18 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::frame::MatchSpace;
+    use crate::engine::mock_peer::{MockWire, sending};
+    use crate::sync::{Arc, Mutex, lock};
+
+    #[test]
+    fn what_was_invalidated_before_a_stream_counts_in_it() {
+        let (wire, mut outbox) = (Arc::<Mutex<MockWire>>::default(), Outbox::default());
+        for kind in [FrameKind::Invalidated, FrameKind::Rts, FrameKind::Invalidated] {
+            outbox.push(Header::control(kind, MatchSpace::PointToPoint, 0, 3, 0), Body::Empty, Completion::NONE);
+        }
+        outbox.open(sending(&wire));
+        assert_eq!(lock(&wire).engine_invalidations, 2);
+    }
 
     #[test]
     fn what_a_peer_waits_for_goes_before_data_that_has_not_begun() {

@@ -10,7 +10,7 @@
 
 use half::{bf16, f16};
 
-use crate::sys::simd::{Halves, Kernel, widest};
+use crate::sys::simd::{Arithmetic, Halves, Kernel, widest};
 use crate::types::{DType, ReduceOp};
 
 use element::{
@@ -54,6 +54,7 @@ pub fn fold(operands: Operands, into: &mut [u8], position: usize, blocks: &[&[u8
 /// # Panics
 /// When the type has no products (see [`ReduceOp::supports`]).
 pub fn scale(dtype: DType, factor: f64, data: &mut [u8]) {
+    let _default = Arithmetic::default_here();
     match dtype {
         DType::U8 => scale_each::<u8>(data, factor),
         DType::I8 => scale_each::<i8>(data, factor),

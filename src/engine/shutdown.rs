@@ -142,11 +142,16 @@ impl Engine {
         }
     }
 
-    /// Stores the loss callback; see [`Engine::take_on_loss`].
-    pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) {
-        if self.closed().is_none() {
-            self.context.failures.set_on_loss(on_loss);
-        }
+    /// Stores the loss callback; see [`Engine::take_on_loss`]. Returns the one that is not called any more, to be dropped without
+    /// the engine's lock: the one before, or this one if the communicator is closed.
+    #[must_use]
+    pub(crate) fn set_on_loss(&mut self, on_loss: OnLoss) -> Option<OnLoss> {
+        if self.closed().is_some() { Some(on_loss) } else { self.context.failures.set_on_loss(Some(on_loss)) }
+    }
+
+    /// Takes the loss callback out, which the end of the communicator forgets.
+    pub(crate) fn forget_on_loss(&mut self) -> Option<OnLoss> {
+        self.context.failures.set_on_loss(None)
     }
 
     /// The loss callback and what to call it with, once a loss has ended everything; to be called without an engine lock.
@@ -202,7 +207,6 @@ impl Engine {
         self.relay.close();
         self.device_messages.close();
         self.device_accesses.close();
-        self.context.failures.forget_on_loss();
         // What this rank has said of failures still goes out, as far as it goes at once: others learn the cause from it.
         self.context.endpoints.write_all();
         self.progress_sends();

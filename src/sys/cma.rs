@@ -6,6 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 
 use crate::sync::{AtomicU64, Ordering};
+use crate::sys::fork::PerProcess;
 use crate::sys::random;
 use crate::sys::segment::{PeerSegment, SegmentId};
 use crate::sys::socket::peer_credentials;
@@ -102,10 +103,11 @@ impl PeerMemory {
 }
 
 /// Lets the user's other processes read this process's memory, where the security module Yama allows that to parent processes
-/// alone (`ptrace_scope` of 1). Changes nothing where Yama forbids more. Done once per process.
+/// alone (`ptrace_scope` of 1). Changes nothing where Yama forbids more. Done once per process, and again in a forked child, for
+/// which the kernel keeps no permission.
 pub fn allow_readers() {
-    static DONE: OnceLock<()> = OnceLock::new();
-    DONE.get_or_init(|| {
+    static DONE: PerProcess<OnceLock<()>> = PerProcess::unset();
+    DONE.get().get_or_init(|| {
         let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
         if scope.is_ok_and(|scope| scope.trim() == "1")
             && let Err(error) = rustix::process::set_ptracer(rustix::process::PTracer::Any)

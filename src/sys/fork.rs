@@ -200,6 +200,31 @@ fn replace(descriptors: &Descriptors) {
 pub(crate) mod testing {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
+    /// Does something while a forked child of this process lives, which does nothing.
+    ///
+    /// # Panics
+    /// When it takes longer than a minute.
+    pub(crate) fn beside_a_child<T>(f: impl FnOnce() -> T) -> T {
+        // SAFETY: the child calls nothing but what may be called after a fork.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends this process after a minute, which it waits for.
+            unsafe { libc::alarm(60) };
+            loop {
+                // SAFETY: as above.
+                unsafe { libc::pause() };
+            }
+        }
+        let result = f();
+        // SAFETY: ends a process that was begun above and nobody has waited for.
+        unsafe { libc::kill(child, libc::SIGKILL) };
+        let mut status = 0;
+        // SAFETY: `status` is a place for the result.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(libc::WTERMSIG(status), libc::SIGKILL, "it took longer than a minute");
+        result
+    }
+
     /// Whether something holds in a forked child, which is ended after a minute.
     pub(crate) fn holds_in_a_child(f: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child does what the C library allows after a fork, and ends without what the test's process does at its end.
@@ -225,32 +250,24 @@ mod tests {
     use std::io::Read;
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
-    use std::time::Duration;
 
+    use super::testing::beside_a_child;
     use super::*;
 
     #[test]
     fn a_childs_copy_does_not_keep_a_connection_open() {
         let (near, mut far) = UnixStream::pair().expect("a pair of sockets");
         let private = Private::new(near.as_fd()).expect("an open socket");
+        beside_a_child(|| {
+            drop((private, near));
+            assert_eq!(far.read(&mut [0]).expect("the end of the connection"), 0);
+        });
+    }
+
+    #[test]
+    fn a_child_knows_that_it_is_one() {
         let origin = Origin::here();
-        // SAFETY: the child calls nothing but what may be called after a fork.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            std::thread::sleep(Duration::from_secs(if origin.is_here() { 0 } else { 600 }));
-            // SAFETY: ends the child without what the test's process does at its end.
-            unsafe { libc::_exit(0) };
-        }
-        drop((private, near));
-        far.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
-        let end = far.read(&mut [0]);
-        // SAFETY: ends a process that this test began and nobody has waited for.
-        let killed = unsafe { libc::kill(child, libc::SIGKILL) };
-        let mut status = 0;
-        // SAFETY: `status` is a place for the result.
-        unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(end.expect("the end of the connection"), 0);
-        assert_eq!((killed, origin.is_here(), libc::WTERMSIG(status)), (0, true, libc::SIGKILL));
+        assert!(origin.is_here() && testing::holds_in_a_child(|| !origin.is_here()));
     }
 
     #[test]

@@ -8,9 +8,10 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Whether this process or its host lacks a resource for the call, which may succeed later.
 pub fn is_shortage(error: &io::Error) -> bool {
-    // The last is what epoll_ctl(2) says where the user watches as many files as the system lets, and fallocate(2) where
-    // there is no memory for a file in memory.
-    const SHORTAGES: [Errno; 5] = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::NOSPC];
+    // ENOSPC is what epoll_ctl(2) says where the user watches as many files as the system lets, and fallocate(2) where
+    // there is no memory for a file in memory; ETOOMANYREFS what sendmsg(2) says where too many descriptors are on their way.
+    const SHORTAGES: [Errno; 6] =
+        [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::NOSPC, Errno::TOOMANYREFS];
     Errno::from_io_error(error).is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 

@@ -27,8 +27,16 @@ pub(super) fn create(bytes: u64, pages: Pages) -> io::Result<OwnedFd> {
 
 /// Takes the pages of a file of so many bytes from the system, as [`Pages::Now`] does.
 pub(super) fn take_pages(fd: impl AsFd, bytes: u64) -> io::Result<()> {
-    Ok(rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, bytes)?)
+    // Before Linux 6.10 a signal ends the call and what it has done, so that a long one may never come to its end.
+    for begin in (0..bytes).step_by(PAGES_AT_ONCE as usize) {
+        let len = PAGES_AT_ONCE.min(bytes - begin);
+        rustix::io::retry_on_intr(|| rustix::fs::fallocate(&fd, FallocateFlags::empty(), begin, len))?;
+    }
+    Ok(())
 }
+
+/// How many bytes are taken from the system at once.
+const PAGES_AT_ONCE: u64 = 1 << 20;
 
 /// Whether nobody can take pages of the file away.
 pub(super) fn cannot_shrink(fd: impl AsFd) -> io::Result<bool> {

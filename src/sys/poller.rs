@@ -121,7 +121,7 @@ impl Poller {
 
     /// Sleeps until a watched descriptor is ready, [`Poller::wake`] is called, or `timeout` has passed. May return early.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let timeout = timeout.map(timespec);
+        let timeout = timeout.map(|timeout| timespec(timeout.min(WAIT_MAX)));
         let mut woken = false;
         self.collect(timeout.as_ref(), |data| woken |= data == WAKE)?;
         if woken {
@@ -281,6 +281,9 @@ const FROM: u64 = 2;
 
 /// How many events are taken at a time.
 const EVENTS_MAX: usize = 64;
+
+/// The longest sleep. Linux before 5.11 knows none of more than some 24 days.
+const WAIT_MAX: Duration = Duration::from_secs(86_400);
 
 #[cfg(test)]
 mod tests {

@@ -44,8 +44,10 @@ impl Halves {
     }
 }
 
-/// Runs `kernel` with the widest instructions of this processor.
+/// Runs `kernel` with the widest instructions of this processor, rounding and keeping subnormal numbers as IEEE 754 has it by
+/// default, whatever the thread's program has set.
 pub fn widest(kernel: impl Kernel) {
+    let _default = Arithmetic::default_here();
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("f16c") {
         if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
@@ -59,6 +61,93 @@ pub fn widest(kernel: impl Kernel) {
     }
     // Elsewhere the target's own are as wide as any that the compiler uses: SSE2, NEON.
     kernel.run(None);
+}
+
+/// What a thread has set for floating-point numbers, which it gets back.
+pub struct Arithmetic(Option<State>);
+
+impl Arithmetic {
+    /// Has this thread compute by the default until it is dropped.
+    pub fn default_here() -> Arithmetic {
+        let set = state::get();
+        let differs = set & state::RELEVANT != state::DEFAULT;
+        if differs {
+            state::set(set & !state::RELEVANT | state::DEFAULT);
+        }
+        Arithmetic(differs.then_some(set))
+    }
+}
+
+impl Drop for Arithmetic {
+    fn drop(&mut self) {
+        if let Some(set) = self.0 {
+            state::set(set);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+type State = u32;
+#[cfg(not(target_arch = "x86_64"))]
+type State = u64;
+
+/// The register MXCSR (Intel SDM, volume 1, 10.2.3), which compilers take to be as it is by default.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod state {
+    use std::arch::asm;
+
+    /// Flush to zero, the direction of rounding, the masks of exceptions, and subnormal numbers as zeros.
+    pub(super) const RELEVANT: u32 = 0xffc0;
+    pub(super) const DEFAULT: u32 = 0x1f80;
+
+    pub(super) fn get() -> u32 {
+        let mut set = 0;
+        // SAFETY: it writes the register to `set`.
+        unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut set, options(nostack, preserves_flags)) };
+        set
+    }
+
+    pub(super) fn set(to: u32) {
+        // SAFETY: what is set is the default, or what the program had set: nothing computes between with another one.
+        unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const to, options(nostack, preserves_flags)) };
+    }
+}
+
+/// The register FPCR (Arm ARM, C5.2.8).
+#[cfg(all(target_arch = "aarch64", not(miri)))]
+mod state {
+    use std::arch::asm;
+
+    /// Default NaN, flush to zero, the direction of rounding, and flush to zero of half precision.
+    pub(super) const RELEVANT: u64 = 0x03c8_0000;
+    pub(super) const DEFAULT: u64 = 0;
+
+    pub(super) fn get() -> u64 {
+        let set;
+        // SAFETY: it reads the register.
+        unsafe { asm!("mrs {}, fpcr", out(reg) set, options(nostack, preserves_flags)) };
+        set
+    }
+
+    pub(super) fn set(to: u64) {
+        // SAFETY: what is set is the default, or what the program had set: nothing computes between with another one.
+        unsafe { asm!("msr fpcr, {}", in(reg) to, options(nostack, preserves_flags)) };
+    }
+}
+
+/// Elsewhere it is not known, and left alone.
+#[cfg(any(miri, not(any(target_arch = "x86_64", target_arch = "aarch64"))))]
+mod state {
+    use super::State;
+
+    pub(super) const RELEVANT: State = 0;
+    pub(super) const DEFAULT: State = 0;
+
+    pub(super) fn get() -> State {
+        0
+    }
+
+    pub(super) fn set(_: State) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -96,5 +185,35 @@ mod x86 {
         let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(singles);
         // SAFETY: as many bytes.
         unsafe { transmute::<__m128i, [[u8; 2]; EIGHT]>(halves) }
+    }
+}
+
+#[cfg(all(test, not(miri), any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod tests {
+    use super::*;
+
+    /// Flush to zero; on x86_64 also subnormal numbers as zeros.
+    const FLUSHES: State = if cfg!(target_arch = "x86_64") { 0x8040 } else { 0x0100_0000 };
+
+    struct Halve<'a>(&'a mut [f32]);
+
+    impl Kernel for Halve<'_> {
+        #[inline(always)]
+        fn run(self, _: Option<Halves>) {
+            self.0.iter_mut().for_each(|number| *number *= 0.5);
+        }
+    }
+
+    #[test]
+    fn what_a_program_has_set_for_its_own_numbers_stays_its_own() {
+        let subnormal = f32::from_bits(64);
+        let mut numbers = std::hint::black_box([subnormal; 40]);
+        let before = state::get();
+        state::set(before | FLUSHES);
+        widest(Halve(&mut numbers));
+        let set = state::get();
+        state::set(before);
+        assert_eq!(numbers.map(f32::to_bits), [32; 40]);
+        assert_eq!(set & FLUSHES, FLUSHES);
     }
 }

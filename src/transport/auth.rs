@@ -11,6 +11,7 @@ use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::sys::random;
 use crate::types::Rank;
 
 /// A secret that every rank of a job knows, and no other process.
@@ -98,7 +99,7 @@ pub struct Opener {
 impl Opener {
     /// A handshake with `peer`.
     pub fn new(identity: Identity, peer: Rank) -> Self {
-        Opener { identity, peer, nonce: rand::random() }
+        Opener { identity, peer, nonce: random::any() }
     }
 
     /// The answer to the acceptor's challenge.
@@ -145,7 +146,7 @@ pub struct Acceptor {
 impl Acceptor {
     /// A handshake with the side that opened the connection.
     pub fn new(identity: Identity) -> Self {
-        Acceptor { identity, nonce: rand::random() }
+        Acceptor { identity, nonce: random::any() }
     }
 
     /// The first message.

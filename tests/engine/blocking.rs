@@ -276,6 +276,36 @@ fn a_split_without_its_first_rank_ends_like_any_join() {
 }
 
 #[test]
+fn a_split_that_fails_before_a_rank_has_asked_leaves_nothing_behind() {
+    let (folder, store) = (tempfile::tempdir().expect("a folder"), Arc::new(MemoryStore::default()));
+    let (folder, both) = (folder.path(), [Rank(0), Rank(1)]);
+    let write = |rank: u32| {
+        let path = folder.join(rank.to_string());
+        std::fs::write(&path, "0123456789abcdef0123456789abcdef").expect("written");
+        path
+    };
+    let run = &|rank: u32| {
+        let path = write(rank);
+        let hints = [("connect_timeout_seconds", "2".to_owned()), ("job_secret", format!("file:{}", path.display()))];
+        let hints = hints.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        let (name, store, timeout) = ("world".to_owned(), store.clone(), Some(Duration::from_secs(60)));
+        let comm = Communicator::new(CommOptions { name, rank: Rank(rank), size: 2, store, timeout, hints })?;
+        if rank == 1 {
+            std::fs::remove_file(&path).expect("removed");
+        }
+        comm.split(&both, "part").map(|_| ()).expect_err("rank 1 cannot read its secret");
+        write(rank);
+        comm.barrier()?;
+        comm.split(&both, "part")?.barrier()
+    };
+    std::thread::scope(|scope| {
+        for rank in [0, 1].map(|rank| scope.spawn(move || run(rank))) {
+            rank.join().expect("no panic").expect("the next one works");
+        }
+    });
+}
+
+#[test]
 fn a_split_that_fails_leaves_nothing_behind_for_the_next() {
     let all: Vec<Rank> = (0..3).map(Rank).collect();
     world(Wire::Shm, 3, move |comm| {

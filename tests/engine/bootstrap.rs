@@ -193,11 +193,31 @@ fn record_of_a_root_that_left(store: &CountingStore, settings: &[(&str, &str)]) 
 }
 
 #[test]
+fn a_rank_that_is_faster_than_the_next_root_waits_for_it() {
+    let store = &CountingStore::default();
+    // What the root before has left: where it listened, or that it has ended.
+    let listened = record_of_a_root_that_left(store, &[]);
+    let ended = store.record();
+    assert!(ended["root"]["Ended"].is_object(), "{ended}");
+    for left in [listened, ended] {
+        store.set(ROOT_KEY, left.to_string().as_bytes()).unwrap();
+        std::thread::scope(|scope| {
+            let early = scope.spawn(|| join_as(1, 2, store, &Config::default()));
+            // Longer than all addresses take to refuse it.
+            std::thread::sleep(Duration::from_secs(1));
+            assert!(!early.is_finished(), "after {left}");
+            join_as(0, 2, store, &Config::default()).unwrap();
+            early.join().unwrap().unwrap();
+        });
+    }
+}
+
+#[test]
 fn a_root_that_left_is_unreachable_at_each_address() {
     let store = CountingStore::default();
     let record = record_of_a_root_that_left(&store, &[]);
     store.set(ROOT_KEY, record.to_string().as_bytes()).unwrap();
-    let error = join_as(1, 2, &store, &Config::default()).unwrap_err();
+    let error = join_as(1, 2, &store, &config(&[("connect_timeout_seconds", "2")])).unwrap_err();
     let InitError::Unreachable { rank: 0, cause, .. } = &error else { panic!("{error}") };
     let port = store.port();
     assert!(cause.contains(&format!("127.0.0.1:{port}: ")) && cause.contains(&format!("[::1]:{port}: ")), "{error}");

@@ -19,14 +19,16 @@ fn what_long_reductions_copy_takes_a_bounded_amount_of_memory() {
     let by_hosts = |hosts: usize, ranks: usize| {
         Topology::new(&(0..hosts * ranks).map(|rank| (rank / ranks).to_string()).collect::<Vec<_>>())
     };
-    for topo in [by_hosts(1, 2), by_hosts(1, 16), by_hosts(2, 4), by_hosts(4, 4), by_hosts(16, 1)] {
+    for topo in [by_hosts(1, 2), by_hosts(1, 16), by_hosts(2, 4), by_hosts(4, 4), by_hosts(16, 1), by_hosts(2, 64)] {
         let (size, root) = (topo.size(), Rank(1));
         for bytes in [1 << 20, 100 << 20, 1 << 30] {
             let counts = Counts::equal(bytes / element / size, size);
+            let all_on_one: Vec<usize> = (0..size).map(|rank| if rank == 0 { bytes / element } else { 0 }).collect();
             for collective in [
                 Collective::AllReduce { count: bytes / element },
                 Collective::Reduce { count: bytes / element, root },
                 Collective::ReduceScatter { counts },
+                Collective::ReduceScatter { counts: all_on_one.into() },
             ] {
                 for scaling in [Scaling::Nothing, Scaling::Inputs, Scaling::Sum { bytes: 4 }, Scaling::Sum { bytes: 8 }]
                 {

@@ -77,7 +77,9 @@ pub(crate) mod progress {
             std::mem::take(&mut self.finished)
         }
 
-        pub(crate) fn set_on_loss(&mut self, _: OnLoss) {}
+        pub(crate) fn set_on_loss(&mut self, _: OnLoss) -> Option<OnLoss> {
+            None
+        }
 
         pub(crate) fn take_on_loss(&mut self) -> Option<(OnLoss, Error)> {
             None

@@ -150,7 +150,7 @@ fn store_record(bytes: &[u8]) {
         host: &host,
         deadline,
     };
-    match joiner::find(&context, None) {
+    match joiner::find(&context, None, Instant::now()) {
         Ok((_, _, root)) => _ = joiner::routes(&root.place, &host).map(|routes| assert!(!routes.is_empty())),
         Err(error) => assert!(!error.to_string().is_empty()),
     }

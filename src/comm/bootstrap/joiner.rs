@@ -41,7 +41,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// After this part of its time a rank whose leader is not there looks whether rank 0 has the same world.
 const FIRST_LOOK: u32 = 10;
 
-/// The pause before the record of a leader that has ended is read again.
+/// For how long at most a record in the store that leads nowhere may be that of an earlier rank 0, which another one replaces: where
+/// a launcher starts a job again with the same store, ranks may be there before the new rank 0.
+const DOUBT: Duration = Duration::from_secs(10);
+
+/// The pause before the record of a rank that has ended is read again.
 const FIRST_REREAD: Duration = Duration::from_millis(100);
 
 /// Reads from the store where rank 0 or the leader listens, and joins there.
@@ -51,9 +55,10 @@ pub(super) fn join_root(
 ) -> Result<(Keys, World), InitError> {
     let at = context.groups.listener_of(context.rank);
     let without_leader = &JoinContext { groups: Groups::one(context.groups.size), ..*context };
+    let doubted_until = Instant::now() + (context.config.connect_timeout / FIRST_LOOK).min(DOUBT);
     let mut unreached = None;
     loop {
-        let (found_at, build, root) = find(context, unreached.take()).inspect_err(|error| {
+        let (found_at, build, root) = find(context, unreached.take(), doubted_until).inspect_err(|error| {
             leader::say_why(context, RootRecord::Ended { comm_id: None, failure: JoinFailure::of(error) });
         })?;
         let (comm_id, theirs) = (root.keys.comm_id, root.world_size);
@@ -67,7 +72,9 @@ pub(super) fn join_root(
             }
             // Where another rank is what cannot be reached, rank 0 was the right one.
             Err(InitError::Unreachable { rank: 0, .. }) if context.store.skip_earlier_value() => {}
-            Err(error @ InitError::Unreachable { rank, .. }) if at != Rank(0) && at.0 == rank => {
+            Err(error @ InitError::Unreachable { rank, .. })
+                if at.0 == rank && (at != Rank(0) || context.store.keeps_values()) =>
+            {
                 unreached = Some((comm_id, error));
             }
             outcome => return outcome,
@@ -236,13 +243,17 @@ fn another_build(context: &JoinContext<'_>, root: &Build) -> InitError {
     context.config_error(format!("rank {rank} on host `{host}` has build {own}, rank 0 has {root}"))
 }
 
-/// Where this rank joins: at rank 0 or its leader, which was built from this. Its leader could not be reached for the communicator
-/// in `unreached`.
+/// Where this rank joins: at rank 0 or its leader, which was built from this. It could not be reached there for the communicator
+/// in `unreached`. What rank 0 says of its end may be an earlier one's until `doubted_until`.
 pub(super) fn find(
     context: &JoinContext<'_>,
     unreached: Option<([u8; 16], InitError)>,
+    doubted_until: Instant,
 ) -> Result<(Rank, Build, RootAddress), InitError> {
     let at = context.groups.listener_of(context.rank);
+    let is_doubtful = |error: &InitError| {
+        !matches!(error, InitError::Store { .. }) && (at != Rank(0) || context.store.keeps_values())
+    };
     let mut pause = FIRST_REREAD;
     loop {
         let record = await_record(context, at);
@@ -253,9 +264,17 @@ pub(super) fn find(
         });
         let error = match (found, &unreached) {
             (Ok(_), Some((unreached, error))) if comm_id == Some(*unreached) => error.clone(),
-            (Err(error), _) if at != Rank(0) && !matches!(error, InitError::Store { .. }) => error,
+            (Err(error), _) if is_doubtful(&error) => error,
             (found, _) => return found,
         };
+        if at == Rank(0) {
+            if Instant::now() + pause >= doubted_until {
+                return Err(error);
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+            continue;
+        }
         // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not come,
         // or has given up.
         let root = read_record(context, Rank(0), STORE_TIMEOUT).and_then(|root| address_in(context, Rank(0), root));

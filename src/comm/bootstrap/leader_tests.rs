@@ -171,7 +171,7 @@ fn an_absent_root_is_named_to_all() {
 /// The connection of a rank that has proved itself and sent these bytes, where it joins.
 fn call(store: &dyn Store, rank: usize, request: impl Fn(&JoinContext<'_>) -> Vec<u8>) -> Stream {
     with_context(rank, GROUPS, store, |context| {
-        let (_, _, found) = joiner::find(context, None).expect("it is there");
+        let (_, _, found) = joiner::find(context, None, Instant::now()).expect("it is there");
         let routes = joiner::routes(&found.place, context.host).expect("it is near");
         let at = GROUPS.listener_of(context.rank);
         let mut stream =
@@ -198,7 +198,7 @@ fn a_leader_that_ends_is_missed_and_named_to_its_group() {
     let store = &MemoryStore::default();
     let outcomes = meet(store, &[LEADER], hasty, || {
         let stream = call(store, LEADER, |context| {
-            let (_, _, root) = joiner::find(context, None).expect("rank 0 is there");
+            let (_, _, root) = joiner::find(context, None, Instant::now()).expect("rank 0 is there");
             let listener = leader::listen(context, &root).expect("a port");
             listener.set_nonblocking(false).expect("a socket");
             let member = listener.accept().expect("a rank of the group comes");

@@ -98,7 +98,7 @@ fn hang_up(keys: &Keys, listener: TcpListener) {
 fn join_and_end(store: &MemoryStore, end: End) {
     with_context(FIRST, Groups::one(SIZE), store, |context| {
         let (host, deadline) = (context.host, context.deadline);
-        let (_, _, root) = joiner::find(context, None).expect("rank 0 is there");
+        let (_, _, root) = joiner::find(context, None, Instant::now()).expect("rank 0 is there");
         let (listener, place) = context.listen().expect("a port");
         let request: JoinRequest = Ok(Joiner { info: info(FIRST, host), place: Some(place) });
         let request = frame(&request, INFO_BYTES_MAX).expect("a short request");

@@ -3,7 +3,8 @@
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,6 +15,7 @@ use super::protocol::{HEADER_BYTES, Header, Reply, Request, identity};
 use crate::comm::framing::{ReadBuffer, WriteBuffer, sleep};
 use crate::deadline::deadline_after;
 use crate::sync::Arc;
+use crate::sys::fork::{Origin, Private};
 use crate::sys::limits;
 use crate::sys::socket;
 use crate::transport::auth::{Acceptor, Secret};
@@ -44,9 +46,10 @@ const ENTRY_COST: usize = 128;
 /// The serving thread. It ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Server {
-    /// Closing this end wakes the thread, which polls the other end.
-    stop: Option<UnixStream>,
+    /// Its end wakes the thread, which polls the other end.
+    stop: UnixStream,
     thread: Option<JoinHandle<()>>,
+    origin: Origin,
 }
 
 impl Server {
@@ -55,7 +58,9 @@ impl Server {
         limits::raise_descriptors();
         let (stop, stopped) = UnixStream::pair()?;
         let values = Values::new(VALUES_BYTES_MAX);
+        let private = Private::new(listener.as_fd())?;
         let dispatcher = Dispatcher {
+            _private: private,
             listener,
             secret,
             stopped,
@@ -65,14 +70,17 @@ impl Server {
             refusal_logged: false,
         };
         let thread = std::thread::Builder::new().name("ncclx_rs_store".to_owned()).spawn(move || dispatcher.run())?;
-        Ok(Server { stop: Some(stop), thread: Some(thread) })
+        Ok(Server { stop, thread: Some(thread), origin: Origin::here() })
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.stop = None;
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+        // A forked child has no such thread.
+        let Some(thread) = self.thread.take().filter(|_| self.origin.is_here()) else { return };
+        // Also where a child has a copy of the descriptor.
+        let _ = self.stop.shutdown(Shutdown::Both);
+        if thread.join().is_err() {
             log::error!("the store's thread panicked");
         }
     }
@@ -108,6 +116,8 @@ impl Values {
 }
 
 struct Dispatcher {
+    /// Before the listener, which it keeps from forked children.
+    _private: Private,
     listener: TcpListener,
     secret: Option<Secret>,
     stopped: UnixStream,
@@ -123,15 +133,19 @@ impl Dispatcher {
         loop {
             match self.wait() {
                 Ok(Some(ready)) => self.serve(&ready),
-                Ok(None) => return,
+                Ok(None) => break,
                 Err(error) => {
                     log::error!("the store ends: {error}");
-                    return;
+                    break;
                 }
             }
             if self.accepts(Instant::now()) {
                 self.accept();
             }
+        }
+        for client in &self.clients {
+            // Also where a child has a copy of the descriptor.
+            let _ = client.stream.shutdown(Shutdown::Both);
         }
     }
 
@@ -384,6 +398,20 @@ impl<S: Read + Write> Client<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::fork::testing::{beside_a_child, holds_in_a_child};
+    use crate::sys::net;
+
+    #[test]
+    fn a_store_ends_beside_a_forked_child_and_the_child_drops_it_without_the_thread() {
+        let start = || Server::start(net::listen_anywhere().expect("a port"), None).expect("a store");
+        let server = start();
+        beside_a_child(|| drop(server));
+        let server = start();
+        assert!(holds_in_a_child(|| {
+            drop(server);
+            true
+        }));
+    }
 
     #[test]
     fn a_full_store_still_takes_what_replaces() {

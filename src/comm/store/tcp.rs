@@ -67,9 +67,14 @@ impl TcpStore {
     pub fn serve_with(address: &str, secret: Option<Secret>) -> Result<TcpStore, StoreError> {
         let listen = || -> io::Result<(TcpListener, SocketAddr)> {
             let mut last = io::Error::new(ErrorKind::NotFound, "the host has no address");
-            for candidate in address.to_socket_addrs()? {
+            // Those of IPv4 first: `localhost` has one of each kind, and others may say 127.0.0.1.
+            let mut candidates: Vec<_> = address.to_socket_addrs()?.collect();
+            candidates.sort_by_key(SocketAddr::is_ipv6);
+            for candidate in candidates {
                 match net::listen(candidate).and_then(|listener| Ok((listener.local_addr()?, listener))) {
                     Ok((bound, listener)) => return Ok((listener, bound)),
+                    // At another address, others would not find this store, but what has the port here.
+                    Err(error) if error.kind() == ErrorKind::AddrInUse => return Err(error),
                     Err(error) => last = error,
                 }
             }

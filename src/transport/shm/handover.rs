@@ -78,6 +78,8 @@ impl RingHandover {
             match passed {
                 Ok(next) => self.stage = next,
                 Err(error) if is_passing(&error) => return Ok(false),
+                // It is tried again, as one that has to wait.
+                Err(error) if limits::is_shortage(&error) => return Ok(false),
                 Err(error) => return Err(error.into()),
             }
         }

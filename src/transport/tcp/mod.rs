@@ -31,6 +31,7 @@ use crate::error::LinkDown;
 use crate::sync::{Arc, Weak};
 use crate::sys::net::Interface;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
+use crate::sys::random;
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Proved;
@@ -282,7 +283,7 @@ impl Transport for TcpTransport {
             peer,
             poller: self.poller.clone(),
             timeout: self.timeout,
-            token: (streams > 1 || process.is_some()).then(rand::random),
+            token: (streams > 1 || process.is_some()).then(random::any),
             paths: paths(&self.advertise, &hosts, port, rails),
         };
         if rails == 1 {

@@ -263,6 +263,10 @@ impl SendRails {
         self.open()?;
         self.sender.advance();
         self.settle()?;
+        // Also what is to go again by another rail.
+        if self.sender.holds_bytes() {
+            return Ok(false);
+        }
         let mut rails = self.sender.rails();
         Ok(rails.all(|(rail, has_rest)| !has_rest && !rail.connection.holds_bytes() && is_delivered(rail)))
     }

@@ -13,6 +13,7 @@ use crate::error::LinkDown;
 use crate::sync::{Arc, Mutex, Weak, lock};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
+use crate::sys::random;
 use crate::sys::socket::PeerTimeout;
 use crate::transport::auth::Identity;
 use crate::transport::pending::Proved;
@@ -102,7 +103,7 @@ impl Trunks {
 
     /// That of a process of which nobody knows yet.
     pub(super) fn new() -> io::Result<Trunks> {
-        let process = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
+        let process = random::any::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
         let (held, members, tables) = (Held::default(), Arc::default(), Mutex::default());
         Ok(Trunks { process, poller: Poller::new()?, held, members, tables })
     }

@@ -14,6 +14,7 @@ use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::sys::fork::Origin;
 use crate::sys::lent_bytes::LentBytes;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
+use crate::sys::random;
 use crate::sys::ucx::{Arrived, Device, Messenger, RegisteredMemory};
 use crate::transport::ucx::header::{Header, Kind};
 use crate::transport::ucx::link::{Incoming, Link, Outgoing};
@@ -119,7 +120,7 @@ impl Hub {
         if link.from.as_ref().is_some_and(|from| from.is_open) {
             return Err("it has a stream from this rank already".to_owned());
         }
-        let session = rand::random();
+        let session = random::any();
         link.from = Some(Incoming::new(session));
         Ok(Inflow { flow: Flow { hub: self.clone(), peer, session } })
     }
@@ -382,6 +383,11 @@ pub(super) struct Outflow {
 }
 
 impl Outflow {
+    /// Whether this is the process that has made it, and not a forked child.
+    pub(super) fn is_here(&self) -> bool {
+        self.flow.hub.origin.is_here()
+    }
+
     /// Whether the peer has answered.
     pub(super) fn is_granted(&self) -> Result<bool, LinkDown> {
         let looked = self.flow.progressed(|link| (link.down(), link.to.as_ref().is_some_and(|to| to.is_granted)));

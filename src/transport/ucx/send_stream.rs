@@ -115,7 +115,10 @@ impl SendStream for UcxSendStream {
 
 impl Drop for UcxSendStream {
     fn drop(&mut self) {
-        if let Stage::Open(outflow) = &self.stage {
+        // A forked child drops what is its parent's, whose hub it must not touch.
+        if let Stage::Open(outflow) = &self.stage
+            && outflow.is_here()
+        {
             outflow.finish();
             let sent = outflow.sent().to_le_bytes();
             // Eight bytes, the only ones that this side sends on the open connection: there is room, or it has ended.
