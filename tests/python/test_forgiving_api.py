@@ -313,3 +313,63 @@ def test_hints_that_nobody_reads_are_warned_about_once(alone: TorchComm) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()
+
+
+def test_timeouts_mean_the_same_everywhere(alone: TorchComm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLX_RS_TIMEOUT_SECONDS", "50")
+    default, millisecond = timedelta(seconds=50), timedelta(milliseconds=1)
+
+    def of_new_comm(**options: Any) -> timedelta:
+        with ncclx_rs.new_comm("ncclx", "cpu", rank=0, size=1, **options) as comm:
+            return comm.get_options().timeout
+
+    def after_set_timeout(timeout: timedelta | float) -> timedelta:
+        alone.set_timeout(timeout)
+        alone.barrier()
+        return alone.get_options().timeout
+
+    assigned = CommOptions(timeout=3)
+    assigned.timeout = timedelta(0)
+    assert of_new_comm(options=assigned) == default
+    assert of_new_comm(timeout=0, options=CommOptions(timeout=3)) == timedelta(seconds=3)
+    for zero in (0, 0.0, timedelta(0)):
+        assert CommOptions(timeout=zero).timeout == of_new_comm(timeout=zero) == after_set_timeout(zero) == default
+        assert AllReduceOptions(zero).limit_ms == -1  # the communicator's
+    for short in (0.0004, 1e-9, timedelta(microseconds=1)):
+        assert CommOptions(timeout=short).timeout == of_new_comm(timeout=short) == millisecond
+        assert AllReduceOptions(short).limit_ms == 1
+    for long in (float("inf"), 1e300, timedelta.max):
+        assert CommOptions(timeout=long).timeout == after_set_timeout(long) == timedelta(days=36_600)
+        assert alone.all_reduce(torch.ones(1), timeout=long).is_completed()
+    given = AllReduceOptions()
+    given.timeout = timedelta(seconds=-1)
+    for wrong in (-1, -0.0001, timedelta(microseconds=-1), float("nan")):
+        for method, call in (
+            ("CommOptions", lambda wrong=wrong: CommOptions(timeout=wrong)),
+            ("new_comm", lambda wrong=wrong: of_new_comm(timeout=wrong)),
+            ("set_timeout", lambda wrong=wrong: alone.set_timeout(wrong)),
+            ("split", lambda wrong=wrong: alone.split([0], timeout=wrong)),
+            ("all_reduce", lambda wrong=wrong: alone.all_reduce(torch.ones(1), timeout=wrong)),
+            ("all_reduce", lambda: alone.all_reduce(torch.ones(1), options=given)),
+            ("AllReduceOptions", lambda wrong=wrong: AllReduceOptions(wrong)),
+        ):
+            said = f"ValueError: {method}: argument `timeout`: expected a time, or zero for the default, got "
+            assert refused(call).startswith(said), refused(call)
+
+
+@pytest.mark.parametrize(("wrong", "got"), [({"tcp_streams": 2}, "int for 'tcp_streams'"), ([("a", "b")], "list")])
+def test_hints_are_text(alone: TorchComm, wrong: Any, got: str) -> None:
+    for method, call in (
+        ("CommOptions", lambda: CommOptions(hints=wrong)),
+        ("new_comm", lambda: ncclx_rs.new_comm("ncclx", "cpu", rank=0, size=1, hints=wrong)),
+        ("new_comm", lambda: ncclx_rs.new_comm("ncclx", "cpu", rank=0, size=1, options=CommOptions(), hints=wrong)),
+        ("split", lambda: alone.split([0], hints=wrong)),
+        ("set_hints", lambda: alone.set_hints(wrong)),
+        ("ReconfigureOptions", lambda: ReconfigureOptions(hints=wrong)),
+    ):
+        said = f"TypeError: {method}: argument `hints`: expected a mapping of text to text, got {got}"
+        assert refused(call) == said, refused(call)
+
+
+def test_a_secret_of_the_wrong_type_is_not_told() -> None:
+    assert "secret!" not in refused(lambda: CommOptions(hints={"job_secret": b"secret!"}))  # type: ignore[dict-item]

@@ -69,6 +69,18 @@ def test_timeout_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CommOptions().timeout == timedelta(seconds=12.5)
     assert CommOptions(hints={"timeout_seconds": "13"}).timeout == timedelta(seconds=13)
     assert CommOptions(hints={"timeout_seconds": "13"}, timeout=14).timeout == timedelta(seconds=14)
+    assert CommOptions(hints={"timeout_seconds": "inf"}).timeout == timedelta(days=36_600)
+
+
+@pytest.mark.parametrize("text", ["10s", "0", "-1", "nan"])
+def test_wrong_timeout_seconds_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    said = f"must be a number of seconds above 0, got '{text}'"
+    with pytest.raises(ValueError, match=f"new_comm: the hint timeout_seconds {said}"):
+        ncclx_rs.new_comm("ncclx", "cpu", rank=0, size=1, hints={"timeout_seconds": text})
+    for variable in ("TORCHCOMM_TIMEOUT_SECONDS", "NCCLX_RS_TIMEOUT_SECONDS"):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(RuntimeError, match=f"new_comm: {variable} {said}"):
+            ncclx_rs.new_comm("ncclx", "cpu", rank=0, size=1)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,15 @@ from ncclx_rs._mistakes import no_device_side
 from ncclx_rs._once import once
 from ncclx_rs._operations import Hints, Operations, op_ids
 from ncclx_rs._tracing import not_in_graphs
-from ncclx_rs._types import CommOptions, InitHandle, OpName, ReconfigureOptions, as_timeout
+from ncclx_rs._types import (
+    CommOptions,
+    InitHandle,
+    OpName,
+    ReconfigureOptions,
+    as_hints,
+    as_timeout,
+    default_timeout,
+)
 from ncclx_rs._window import TorchCommWindow
 from ncclx_rs._work import TorchWork
 
@@ -179,10 +187,11 @@ class TorchComm(Operations):
         return self._state == "aborted" or (self._state == "ready" and self._impl.has_failed())
 
     def set_timeout(self, timeout: timedelta | float) -> None:
-        """Sets the timeout of later operations that have none of their own.
+        """Sets the timeout of later operations that have none of their own. Zero stands for `new_comm`'s default.
 
         Raises:
             TypeError: the timeout is neither a duration nor a number of seconds.
+            ValueError: it is negative.
             RuntimeError: the backend does not support it.
 
         Examples:
@@ -190,7 +199,7 @@ class TorchComm(Operations):
             >>> comm.get_options().timeout
             datetime.timedelta(seconds=60)
         """
-        limit = as_timeout("set_timeout", timeout)
+        limit = as_timeout("set_timeout", timeout) or default_timeout(self._options.hints)
         if not callable(getattr(self._impl, "set_timeout", None)):
             raise RuntimeError(
                 f"set_timeout: the backend {self.get_backend()} does not have it; give each operation its `timeout`"
@@ -200,7 +209,7 @@ class TorchComm(Operations):
 
     def set_hints(self, hints: Mapping[str, str]) -> None:
         """Adds hints to the communicator's, which its splits inherit."""
-        self._options.hints.update(hints)
+        self._options.hints.update(as_hints("set_hints", hints))
 
     def __enter__(self) -> Self:
         """The communicator itself: at the end of the ``with`` block it is finalized.
@@ -272,17 +281,18 @@ class TorchComm(Operations):
         if options is not None:
             name, hints = name or options.name or None, {**options.hints, **(hints or {})}
             timeout = options.timeout if timeout is None else timeout
+        own = as_hints("split", hints)
         # Only splits of these members are counted: PyTorch lets other ranks split any number of times.
         number = self._splits[_digest(members)] + 1
         if name is None:
             name = f"{self._name}_{min(members, default='none')}" + (f"_{number}" if number > 1 else "")
-        limit = None if timeout is None else as_timeout("split", timeout)
+        limit = as_timeout("split", timeout)
         hook_args = _hooks.SplitPreHookArgs(members, name)
         op_id = next(op_ids)
         self._pre_hooks(OpName.split, op_id, hook_args)
         child = None
         if members:
-            child = self._split(members, name, hints, limit)
+            child = self._split(members, name, own, limit)
         elif callable(split_none := getattr(self._impl, "split_none", None)):
             split_none()
         self._post_hooks(op_id, SplitPostHookArgs(child))
@@ -310,11 +320,11 @@ class TorchComm(Operations):
             raise RuntimeError(f"Current rank {self._rank} is not included in the provided ranks list")
         return flat
 
-    def _split(self, members: list[int], name: str, hints: Hints, timeout: timedelta | None) -> TorchComm:
+    def _split(self, members: list[int], name: str, hints: Mapping[str, str], timeout: timedelta) -> TorchComm:
         options = copy.copy(self._options)
         options.name, options.enable_reconfigure = name, False
         options.rank, options.size = members.index(self._rank), len(members)
-        options.hints = {**self._options.hints, **(hints or {})}
+        options.hints = {**self._options.hints, **hints}
         options.timeout = timeout or self._options.timeout
         key = _digest(members)
         self._splits[key] += 1
@@ -380,12 +390,13 @@ class TorchComm(Operations):
             raise RuntimeError("reconfigure: the communicator was made without enable_reconfigure=True")
         if self._state == "finalized":
             raise RuntimeError(f"reconfigure: communicator `{self._name}` was finalized")
+        own = as_hints("reconfigure", hints)
         self._impl.wait_for_hooks()
         options = copy.copy(self._options)
-        options.timeout = as_timeout("reconfigure", timeout or self._options.timeout)
+        options.timeout = as_timeout("reconfigure", timeout) or self._options.timeout
         rendezvous = self._endpoint().rendezvous(uuid, init_handles, options.timeout)
         options.store, options.rank, options.size, secret = rendezvous
-        options.hints = {**self._options.hints, **(hints or {}), "group_secret": secret}
+        options.hints = {**self._options.hints, **own, "group_secret": secret}
         self._state = "not reconfigured yet"
         self._impl.reconfigure(options)
         self._options.rank, self._options.size, self._options.store = options.rank, options.size, options.store

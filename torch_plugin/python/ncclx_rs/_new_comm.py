@@ -14,7 +14,7 @@ from ncclx_rs._backends import C10dBackend, make_backend
 from ncclx_rs._comm import TorchComm
 from ncclx_rs._library import LibraryBackend
 from ncclx_rs._operations import Hints
-from ncclx_rs._types import CommOptions, as_timeout
+from ncclx_rs._types import CommOptions, as_hints, as_timeout, default_timeout
 
 
 def new_comm(
@@ -48,7 +48,8 @@ def new_comm(
             otherwise the operation raises, and so does every later one. The default is the value of
             ``TORCHCOMM_ABORT_ON_ERROR``, else true.
         timeout: the timeout of joining, and of operations without one of their own. The default is the value of the
-            hint ``timeout_seconds``, of ``NCCLX_RS_TIMEOUT_SECONDS`` or of ``TORCHCOMM_TIMEOUT_SECONDS``, else 600 s.
+            hint ``timeout_seconds``, of ``NCCLX_RS_TIMEOUT_SECONDS`` or of ``TORCHCOMM_TIMEOUT_SECONDS``, else 600 s;
+            zero stands for it.
         is_high_priority_stream: whether CUDA operations run on a high-priority stream.
         store: the store for the bootstrap. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
         enable_reconfigure: whether `TorchComm.reconfigure` may change the members.
@@ -62,8 +63,9 @@ def new_comm(
         TypeError: an argument has the wrong type.
         ModuleNotFoundError: there is no such backend.
         ImportError: its shared library cannot be used.
-        ValueError: the backend does not serve the device, or a hint has no valid value.
-        RuntimeError: rank, size or the store's address are not known, or ranks did not join in time.
+        ValueError: the backend does not serve the device, a hint has no valid value, or the timeout is negative.
+        RuntimeError: rank, size or the store's address are not known, an environment variable has no valid value, or
+            ranks did not join in time.
     """
     # Not on top: PyTorch may be imported only in part then.
     from ncclx_rs._torchcomms_operators import install
@@ -73,18 +75,19 @@ def new_comm(
     device = torch.device(device)
     if options is not None and not isinstance(options, CommOptions):
         raise TypeError(f"new_comm: argument `options`: expected CommOptions, got {type(options).__name__}")
+    own = as_hints("new_comm", hints)
     if options is None:
-        made = CommOptions(hints=hints, abort_process_on_timeout_or_error=abort_process_on_timeout_or_error)
+        made = CommOptions(hints=own, abort_process_on_timeout_or_error=abort_process_on_timeout_or_error)
     else:
         made = copy.copy(options)
-    made.hints = {**made.hints, **(hints or {})}
+    made.hints = {**as_hints("new_comm", made.hints), **own}
     if isinstance(impl, C10dBackend):
         impl.check(device, made.hints)
     made.name = name or made.name or f"comm{next(_unnamed)}"
     if abort_process_on_timeout_or_error is not None:
         made.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error
-    if timeout:
-        made.timeout = as_timeout("new_comm", timeout)
+    limit = as_timeout("new_comm", timeout) or as_timeout("new_comm", made.timeout)
+    made.timeout = limit or default_timeout(made.hints)
     if enable_reconfigure is not None:
         made.enable_reconfigure = enable_reconfigure
     if made.enable_reconfigure and not hasattr(impl, "reconfigure"):

@@ -193,7 +193,7 @@ class CommOptions:
 
     Attributes:
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
-        timeout: the timeout of operations that have none of their own.
+        timeout: the timeout of operations that have none of their own; zero stands for the default.
         store: the store of the bootstrap.
         rank: this process's rank.
         size: the number of ranks.
@@ -215,16 +215,17 @@ class CommOptions:
         """Makes options. `new_comm` says their defaults; it sets rank and size.
 
         Raises:
-            TypeError: the timeout is neither a duration nor a number of seconds.
+            TypeError: the timeout is neither a duration nor a number of seconds, or the hints do not map text to text.
+            ValueError: the timeout is negative, or the hint ``timeout_seconds`` has no valid value.
             RuntimeError: an environment variable has no valid value.
         """
-        self.hints: dict[str, str] = dict(hints or {})
+        self.hints = as_hints("CommOptions", hints)
         self.abort_process_on_timeout_or_error = (
             _flag("TORCHCOMM_ABORT_ON_ERROR", True)
             if abort_process_on_timeout_or_error is None
             else abort_process_on_timeout_or_error
         )
-        self.timeout = _default_timeout(self.hints) if timeout is None else as_timeout("CommOptions", timeout)
+        self.timeout = as_timeout("CommOptions", timeout) or default_timeout(self.hints)
         self.store = store
         self.rank = 0
         self.size = 1
@@ -237,10 +238,29 @@ class CommOptions:
         return f"CommOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-def _default_timeout(hints: Mapping[str, str]) -> timedelta:
-    variables = (os.environ.get(f"{owner}_TIMEOUT_SECONDS") for owner in ("NCCLX_RS", "TORCHCOMM"))
-    given = (text for text in (hints.get("timeout_seconds"), *variables) if text)
-    return timedelta(seconds=float(next(given, "600")))
+def default_timeout(hints: Mapping[str, str]) -> timedelta:
+    """The timeout of a communicator that is given none: the hint's, that of an environment variable, or 600 s.
+
+    Raises:
+        ValueError: the hint is no number of seconds above 0.
+        RuntimeError: the variable is none.
+    """
+    if text := hints.get("timeout_seconds"):
+        return _setting("the hint timeout_seconds", text, ValueError)
+    for variable in ("NCCLX_RS_TIMEOUT_SECONDS", "TORCHCOMM_TIMEOUT_SECONDS"):
+        if text := os.environ.get(variable):
+            return _setting(variable, text, RuntimeError)
+    return timedelta(seconds=600)
+
+
+def _setting(name: str, text: str, error: type[Exception]) -> timedelta:
+    try:
+        limit = as_timeout("new_comm", float(text))
+    except ValueError:
+        limit = NO_TIMEOUT
+    if not limit:
+        raise error(f"new_comm: {name} must be a number of seconds above 0, got {text!r}")
+    return limit
 
 
 def _flag(variable: str, default: bool) -> bool:
@@ -263,8 +283,13 @@ InitHandle = str
 NO_TIMEOUT = timedelta(0)
 
 
-def as_timeout(method: str, timeout: timedelta | float) -> timedelta:
-    """A timeout as a duration.
+_MILLISECOND = timedelta(milliseconds=1)
+# As good as forever, and it adds to any clock without overflow. The engine's settings end there, too.
+_CENTURY = timedelta(days=36_600)
+
+
+def as_timeout(method: str, timeout: timedelta | float | None) -> timedelta:
+    """A timeout as a duration: zero, which stands for the default, if none is given; else 1 ms to a century.
 
     Args:
         method: what was called.
@@ -272,12 +297,47 @@ def as_timeout(method: str, timeout: timedelta | float) -> timedelta:
 
     Raises:
         TypeError: it is something else.
+        ValueError: it is negative, or not a number.
     """
+    if timeout is None:
+        return NO_TIMEOUT
     if isinstance(timeout, timedelta):
-        return timeout
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        return timedelta(seconds=timeout)
-    raise TypeError(f"{method}: argument `timeout`: expected a timedelta or a number of seconds, got {timeout!r}")
+        # torch.compile can trace this. It cannot compare durations or make one.
+        seconds: float = timeout.days * 86_400 + timeout.seconds + timeout.microseconds / 1e6
+    elif isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        seconds = timeout
+    else:
+        raise TypeError(f"{method}: argument `timeout`: expected a timedelta or a number of seconds, got {timeout!r}")
+    if not seconds >= 0:
+        raise ValueError(f"{method}: argument `timeout`: expected a time, or zero for the default, got {timeout}")
+    if seconds == 0:
+        return NO_TIMEOUT
+    if seconds < 0.001:
+        return _MILLISECOND
+    if seconds > 36_600 * 86_400:
+        return _CENTURY
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=seconds)
+
+
+def as_hints(method: str, hints: Mapping[str, str] | None) -> dict[str, str]:
+    """Hints of their own, which the caller may change.
+
+    Args:
+        method: what was called.
+        hints: its hints.
+
+    Raises:
+        TypeError: they do not map text to text.
+    """
+    expected = f"{method}: argument `hints`: expected a mapping of text to text, got"
+    if not isinstance(hints, Mapping | None):
+        raise TypeError(f"{expected} {type(hints).__name__}")
+    made = dict(hints or {})
+    for name, value in made.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            # Not the value, which may be a secret.
+            raise TypeError(f"{expected} {type(value).__name__} for {name!r}")
+    return made
 
 
 class ReconfigureOptions:
@@ -300,7 +360,7 @@ class ReconfigureOptions:
         self.uuid = uuid
         self.init_handles = init_handles
         self.timeout = timeout
-        self.hints = dict(hints or {})
+        self.hints = as_hints("ReconfigureOptions", hints)
 
 
 class OpOptions:
@@ -312,8 +372,7 @@ class OpOptions:
     """
 
     def __init__(self, timeout: timedelta | float | None = None, hints: Mapping[str, str] | None = None) -> None:
-        # Not by `or`: torch.compile cannot trace whether a duration is zero.
-        self.timeout = NO_TIMEOUT if timeout is None else as_timeout(type(self).__name__, timeout)
+        self.timeout = as_timeout(type(self).__name__, timeout)
         self.hints = dict(hints or {})
 
     @classmethod
@@ -328,13 +387,14 @@ class OpOptions:
 
         Raises:
             TypeError: ``options`` are not those of the method, or the timeout is no duration.
+            ValueError: the timeout is negative.
         """
-        limit = None if timeout is None else as_timeout(method, timeout)
         if options is None:
-            return cls(limit, hints)
+            return cls(as_timeout(method, timeout), hints)
         if not isinstance(options, cls):
             raise TypeError(f"{method}: argument `options`: expected {cls.__name__}, got {type(options).__name__}")
-        return cls(options.timeout if limit is None else limit, {**options.hints, **(hints or {})})
+        limit = as_timeout(method, options.timeout if timeout is None else timeout)
+        return cls(limit, {**options.hints, **(hints or {})})
 
     @property
     def limit_ms(self) -> int:
