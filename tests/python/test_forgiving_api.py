@@ -366,6 +366,7 @@ def test_hints_are_text(alone: TorchComm, wrong: Any, got: str) -> None:
         ("split", lambda: alone.split([0], hints=wrong)),
         ("set_hints", lambda: alone.set_hints(wrong)),
         ("ReconfigureOptions", lambda: ReconfigureOptions(hints=wrong)),
+        ("RdmaTransport", lambda: ncclx_rs.RdmaTransport(hints=wrong)),
     ):
         said = f"TypeError: {method}: argument `hints`: expected a mapping of text to text, got {got}"
         assert refused(call) == said, refused(call)

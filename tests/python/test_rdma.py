@@ -10,8 +10,12 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, lacking, stop
-from ncclx_rs import RdmaMemory, RdmaRemoteBuffer, RdmaTransport
+from ncclx_rs import RdmaFuture, RdmaMemory, RdmaRemoteBuffer, RdmaTransport
 
 WIRES = [{"transport": "shm"}, {"transport": "shm", "single_copy_bytes": "0"}, {"transport": "tcp"}]
 
@@ -260,6 +264,103 @@ def test_batches_and_futures(hints: dict[str, str]) -> None:
         one.read(RdmaMemory(got).to_mutable_view(), target_memory.to_remote_buffer())
         assert torch.equal(got, torch.full((3_000_000,), 7.0))
         del decoys
+
+
+class InFlight:
+    """An operation that ends when it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended = threading.Event()
+        self._error = error
+
+    def is_done(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, limit: timedelta | None) -> None:
+        if not self.ended.wait(limit and limit.total_seconds()):
+            raise TimeoutError("it is in flight")
+        if self._error is not None:
+            raise self._error
+
+
+def test_an_await_that_is_cancelled_frees_its_thread() -> None:
+    operation = InFlight()
+
+    async def wait_for_it(future: RdmaFuture) -> int:
+        return await future
+
+    async def cancel() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+        task = asyncio.create_task(wait_for_it(RdmaFuture(operation)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait_for(loop.run_in_executor(None, lambda: None), 30)
+        assert task.cancelled() and not operation.is_done()
+        # One that is not cancelled gets the outcome, also after several slices.
+        loop.call_later(0.3, operation.ended.set)
+        assert await RdmaFuture(operation) == 0
+
+    async def fail(error: Exception) -> None:
+        failed = InFlight(error)
+        asyncio.get_running_loop().call_later(0.15, failed.ended.set)
+        with pytest.raises(type(error), match="refused"):
+            await RdmaFuture(failed)
+
+    watchdog = threading.Timer(60, operation.ended.set)  # instead of a hang
+    watchdog.start()
+    asyncio.run(cancel())
+    watchdog.cancel()
+    for error in (RuntimeError("refused"), OSError("refused"), TimeoutError("refused")):
+        asyncio.run(fail(error))
+
+
+def test_an_await_that_is_given_up_does_not_delay_the_end_of_the_program() -> None:
+    # The task stays pending, and nobody cancels it.
+    program = """
+import asyncio, sys, threading
+sys.path.insert(0, sys.argv[1])
+from ncclx_rs import RdmaFuture
+from test_rdma import InFlight
+
+async def wait_for_it():
+    await RdmaFuture(InFlight())
+
+loop = asyncio.new_event_loop()
+task = loop.create_task(wait_for_it())
+loop.run_until_complete(asyncio.sleep(0.05))
+"""
+    subprocess.run([sys.executable, "-c", program, str(Path(__file__).parent)], check=True, timeout=60)
+
+
+def test_every_error_of_an_operation_is_told() -> None:
+    for error in (OSError("no memory"), ValueError("not this"), RuntimeError("gone")):
+        operation = InFlight(error)
+        future = RdmaFuture(operation)
+        assert future.exception() is None
+        operation.ended.set()
+        assert future.exception() is error
+
+
+def test_no_time_is_no_time_and_negative_ones_are_refused() -> None:
+    memory = RdmaMemory(torch.zeros(1_000_000))
+    local, remote = memory.to_mutable_view(), memory.to_remote_buffer()
+    with pair({"transport": "tcp"}) as (one, other):
+        unbound = RdmaTransport(hints={"transport": "tcp"})
+        unbound.bind()
+        for operation, call in (
+            ("RdmaTransport", lambda timeout: RdmaTransport(timeout=timeout)),
+            ("connect", lambda timeout: unbound.connect(one.bind(), timeout)),
+            ("write", lambda timeout: one.write(local, remote, timeout)),
+            ("read", lambda timeout: one.read_async(local, remote, timeout)),
+            ("wait", lambda timeout: one.write_batch([]).wait(timeout)),
+        ):
+            with pytest.raises(ValueError, match=f"{operation}: argument `timeout`: expected no negative time, got -1"):
+                call(timedelta(seconds=-1))
+            with pytest.raises(TypeError, match=f"{operation}: argument `timeout`: expected a timedelta, got 5"):
+                call(5)
+        with pytest.raises(RuntimeError):
+            other.read(local, remote, timedelta(0))
 
 
 def test_torchcomms_programs_find_it() -> None:

@@ -7,6 +7,7 @@ memory and gives the other a remote buffer. The holder reads and writes the memo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sysconfig
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from ncclx_rs._load import native
+from ncclx_rs._types import as_hints
 
 
 class RdmaRemoteBuffer:
@@ -165,6 +167,10 @@ class RdmaMemory:
             raise ValueError(f"{operation}: the memory was deregistered")
 
 
+# How long a thread waits for an operation that is awaited before it looks whether it still is.
+_SLICE = timedelta(milliseconds=100)
+
+
 class RdmaFuture:
     """An operation in flight or done. It can be awaited. Dropping it does not end the operation."""
 
@@ -184,8 +190,9 @@ class RdmaFuture:
         Raises:
             TimeoutError: the operation is still in flight.
             RuntimeError: it has failed; the text names the peer and the span.
+            OSError: the system has refused something to it.
         """
-        self._operation.wait(timeout)
+        self._operation.wait(_limit("wait", timeout))
         return 0
 
     def done(self) -> bool:
@@ -197,12 +204,21 @@ class RdmaFuture:
         if self.done():
             try:
                 self._operation.wait(None)
-            except RuntimeError as error:
+            except Exception as error:
                 return error
         return None
 
     def __await__(self) -> Generator[Any, None, int]:
-        return (yield from asyncio.get_running_loop().run_in_executor(None, self.wait).__await__())
+        loop = asyncio.get_running_loop()
+        # In slices, so that neither a cancelled task nor one of a loop that has stopped keeps a thread, for which the
+        # interpreter's end would wait.
+        while not self.done():
+            yield from loop.run_in_executor(None, self._wait_for_a_slice).__await__()
+        return self.wait()
+
+    def _wait_for_a_slice(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._operation.wait(_SLICE)
 
 
 class RdmaTransport:
@@ -215,7 +231,7 @@ class RdmaTransport:
             ``timeout_seconds`` and ``peer_timeout_seconds``.
 
     Raises:
-        ValueError: the device is neither a CPU nor a CUDA device.
+        ValueError: the device is neither a CPU nor a CUDA device, or the timeout is negative.
         RuntimeError: a setting is not valid.
     """
 
@@ -227,8 +243,9 @@ class RdmaTransport:
     ) -> None:
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"RdmaTransport: argument `device`: expected a CPU or CUDA device, got {device}")
-        self._timeout = timeout
-        self._connection: Any = native().RdmaConnection(list((hints or {}).items()), [sysconfig.get_path("purelib")])
+        self._timeout = _limit("RdmaTransport", timeout)
+        pairs = list(as_hints("RdmaTransport", hints).items())
+        self._connection: Any = native().RdmaConnection(pairs, [sysconfig.get_path("purelib")])
 
     @staticmethod
     def supported() -> bool:
@@ -262,7 +279,7 @@ class RdmaTransport:
             RuntimeError: the peer cannot be reached, or is another process, or the two cannot use UCX and ``transport``
                 is ``ucx``.
         """
-        self._connection.connect(bytes(peer_url), timeout or self._timeout)
+        self._connection.connect(bytes(peer_url), _limit("connect", timeout, self._timeout))
         return 0
 
     def connected(self) -> bool:
@@ -382,7 +399,18 @@ class RdmaTransport:
             local._memory._check(operation)
             registration = local._memory._registration
             raw.append((registration, local._offset, local._length, remote.ptr, remote.len, remote.access_key))
-        return RdmaFuture(self._connection.post(writes, raw, timeout or self._timeout))
+        return RdmaFuture(self._connection.post(writes, raw, _limit(operation, timeout, self._timeout)))
+
+
+def _limit(operation: str, timeout: timedelta | None, default: timedelta | None = None) -> timedelta | None:
+    """How long an operation may take: what its caller says, else ``default``."""
+    if timeout is None:
+        return default
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"{operation}: argument `timeout`: expected a timedelta, got {timeout!r}")
+    if timeout < timedelta(0):
+        raise ValueError(f"{operation}: argument `timeout`: expected no negative time, got {timeout}")
+    return timeout
 
 
 def _part(operation: str, offset: int | None, length: int | None, size: int) -> tuple[int, int]:
