@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ncclx_rs
 import pytest
+import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, join, joined
+from harness import BACKEND, World, fresh_store, join, joined, meet
 from reference import assert_same, data, reduced
 
 
@@ -163,6 +167,119 @@ def calls_on_the_store(rank: int, size: int) -> list[list[str]]:
         assert_group_works(rank, size)
         dist.barrier(group)
     return [first, second, store.calls]
+
+
+# ---- communicators of the object API ----
+
+
+@contextlib.contextmanager
+def communicator(rank: int, size: int, **options: Any) -> Iterator[ncclx_rs.TorchComm]:
+    options = {"backend": "ncclx", "device": "cpu", "timeout": 60, **options}
+    with ncclx_rs.new_comm(rank=rank, size=size, **options) as comm:
+        tensor = torch.ones(1)
+        comm.all_reduce(tensor)
+        assert tensor.item() == size
+        yield comm
+
+
+def pairs_meet_in_stores_of_their_own(rank: int, size: int, options: dict[str, Any]) -> None:
+    stores = [fresh_store() for _ in range(size)]
+    for other in range(1, size):
+        if rank in (0, other):
+            for _ in range(2):
+                with communicator(min(rank, 1), 2, store=stores[other], **options) as comm:
+                    made = comm.get_name()
+            assert made == options.get("name", "comm1")
+    with communicator(rank, size, store=stores[0], **options):
+        pass
+
+
+def one_name_serves_communicators_one_after_another(rank: int, size: int, options: dict[str, Any]) -> None:
+    store = fresh_store()
+    for _ in range(5):
+        with communicator(rank, size, store=dist.PrefixStore("mine", store), name="again", **options):
+            pass
+
+
+def who_failed_alone_meets_the_others(rank: int, size: int, options: dict[str, Any]) -> None:
+    store = fresh_store()
+    if rank == 1:
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, timeout=0.2, **options)
+    meet()
+    with communicator(rank, size, store=store, **options) as comm:
+        assert comm.get_name() == options.get("name", "comm0")
+
+
+def those_who_failed_together_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
+    store = fresh_store()
+    for _ in range(3):
+        limit = 60 if rank else 0.3
+        with pytest.raises(RuntimeError, match=rf"ranks \[{size}\] did not join"):  # there is no such rank
+            ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size + 1, store=store, timeout=limit, **options)
+    with communicator(rank, size, store=store, **options):
+        pass
+
+
+def a_port_that_becomes_free_serves_those_who_wait(rank: int, size: int, port: int) -> None:
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    if rank == 0:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+            for _ in range(2):
+                with pytest.raises(dist.DistNetworkError, match="another program uses MASTER_PORT"):
+                    ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size)
+    with communicator(rank, size) as comm:
+        assert comm.get_name() == "comm0"
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+@pytest.mark.parametrize("options", [{}, {"name": "pair"}, {"name": "pair", "backend": "gloo"}], ids=str)
+def test_pairs_meet_in_stores_of_their_own(world: World, options: dict[str, Any]) -> None:
+    world.run(pairs_meet_in_stores_of_their_own, options, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@pytest.mark.parametrize("options", [{}, {"backend": "gloo"}], ids=str)
+def test_one_name_serves_communicators_one_after_another(world: World, options: dict[str, Any]) -> None:
+    world.run(one_name_serves_communicators_one_after_another, options, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@pytest.mark.parametrize("options", [{}, {"name": "named"}], ids=str)
+@pytest.mark.parametrize(
+    "check", [who_failed_alone_meets_the_others, those_who_failed_together_meet_anew], ids=lambda c: c.__name__
+)
+def test_who_failed_tries_again(world: World, check, options: dict[str, Any]) -> None:
+    world.run(check, options, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_port_that_becomes_free_serves_those_who_wait(fresh_world: World) -> None:
+    fresh_world.run(a_port_that_becomes_free_serves_those_who_wait, free_port(), join=False)
+
+
+def test_rank_and_size_may_be_given_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Placed(ncclx_rs.TorchCommBackend):
+        def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
+            self.place = (options.rank, options.size)
+
+        def get_rank(self) -> int:
+            return self.place[0]
+
+        def get_size(self) -> int:
+            return self.place[1]
+
+    monkeypatch.setattr("ncclx_rs._backends._registered", {"placed": Placed})
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for given, place in (({"rank": 3}, (3, 4)), ({"size": 8}, (1, 8)), ({"rank": 0, "size": 2}, (0, 2))):
+        with ncclx_rs.new_comm("placed", "cpu", store=dist.HashStore(), **given) as comm:
+            assert (comm.rank, comm.size) == place
+
+
+# ---- the tests of groups ----
 
 
 @pytest.mark.parametrize("check", [environment_variables_rendezvous, tcp_address_rendezvous], ids=lambda c: c.__name__)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
+import secrets
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -59,12 +62,64 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
         ) from None
 
 
-# How many communicators of each name this process has made. All ranks of a communicator have the same number.
-_made: collections.Counter[str] = collections.Counter()
+# How many communicators this process has made, by where their ranks met and by name; those without one under "", too.
+_made: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
-def store_for(name: str, given: c10d.Store | None, rank: int, size: int, timeout: timedelta) -> c10d.Store:
-    """A store for a new communicator, whose keys no other communicator uses."""
-    _made[name] += 1
-    root = _root_store(rank, size, timeout) if given is None else given
-    return c10d.PrefixStore(f"ncclx_rs/{name}/{_made[name]}", root)
+@contextlib.contextmanager
+def meeting(
+    name: str, given: c10d.Store | None, place: tuple[int, int] | None, timeout: timedelta
+) -> Iterator[tuple[str, c10d.Store | None]]:
+    """Gives a new communicator its name and a store, whose keys no other communicator uses, while its ranks meet.
+
+    Communicators of one name in one store have numbers, which their ranks agree on if each has made as many there. One
+    that has not come about has used its number up if rank 0 had begun: it has failed on all ranks, and what it has left
+    in the store is not for the next. Otherwise the next has the same number, under which others may still wait.
+
+    Args:
+        name: the communicator's name; empty for a default.
+        given: the program's store.
+        place: this process's rank and the number of ranks; None if the ranks do not meet in a store, or not here.
+        timeout: the timeout of the connection to the default store.
+    """
+    store, where = given, "no store"
+    if place is not None:
+        rank, size = place
+        store = _root_store(rank, size, timeout) if given is None else given
+        where = "alone" if size == 1 else "default" if given is None else _identity(given)
+    counted = [(where, "")] if not name else []
+    name = name or f"comm{_made[where, '']}"
+    counted.append((where, name))
+    _made.update(counted)
+    number, part = _made[where, name], None
+    try:
+        if store is not None and place is not None:
+            part = c10d.PrefixStore(f"ncclx_rs/{name}", store)
+            store = c10d.PrefixStore(f"ncclx_rs/{name}/{number}", store)
+            if rank == 0 and size > 1:
+                with contextlib.suppress(RuntimeError):  # whoever uses a store that fails says more of it
+                    part.set(_BEGUN, str(number))
+        yield name, store
+    except BaseException:
+        if part is None or (rank != 0 and not _has_begun(part, number)):
+            _made.subtract(counted)
+        raise
+
+
+# The key of the number of the last communicator that rank 0 has begun to make.
+_BEGUN = "begun"
+
+
+def _identity(store: c10d.Store) -> str:
+    """What tells a store from others, also where another object leads to it."""
+    try:
+        return store.compare_set("ncclx_rs/store", "", secrets.token_hex(8)).decode()
+    except RuntimeError:  # it cannot do that, as PyTorch's FakeStore
+        return "unknown store"
+
+
+def _has_begun(part: c10d.Store, number: int) -> bool:
+    try:
+        return part.check([_BEGUN]) and int(part.get(_BEGUN)) >= number
+    except (RuntimeError, ValueError):
+        return False  # no store is left in which to meet

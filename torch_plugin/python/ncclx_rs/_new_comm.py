@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from datetime import timedelta
 
 import torch
@@ -44,6 +43,7 @@ def new_comm(
             ProcessGroupNCCL.
         device: the device of the tensors: the CPU, or a CUDA device; ``cuda`` is the current one.
         name: the communicator's name in messages, the same on every rank. The default is ``comm`` with a number.
+            Communicators of one name in one store have the same ranks.
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
             otherwise the operation raises, and so does every later one. The default is the value of
             ``TORCHCOMM_ABORT_ON_ERROR``, else true.
@@ -54,9 +54,9 @@ def new_comm(
         store: the store for the bootstrap. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
         enable_reconfigure: whether `TorchComm.reconfigure` may change the members.
         hints: settings by name. An unknown name causes a warning.
-        rank: this process's rank. The default comes from the launcher's environment, as for ``size``; without a
-            launcher, the process is the only rank.
-        size: the number of ranks.
+        rank: this process's rank. The default comes from the launcher's environment; without a launcher, the process is
+            the only rank.
+        size: the number of ranks. The default comes from there, too, also if ``rank`` is given.
         options: the arguments from ``name`` to ``hints`` in one object, which is not changed; those given win.
 
     Raises:
@@ -83,7 +83,6 @@ def new_comm(
     made.hints = {**as_hints("new_comm", made.hints), **own}
     if isinstance(impl, C10dBackend):
         impl.check(device, made.hints)
-    made.name = name or made.name or f"comm{next(_unnamed)}"
     if abort_process_on_timeout_or_error is not None:
         made.abort_process_on_timeout_or_error = abort_process_on_timeout_or_error
     limit = as_timeout("new_comm", timeout) or as_timeout("new_comm", made.timeout)
@@ -94,18 +93,16 @@ def new_comm(
         raise RuntimeError(f"new_comm: the backend {backend} does not support enable_reconfigure")
     if is_high_priority_stream is not None:
         made.hints.setdefault("is_high_priority_stream", str(is_high_priority_stream).lower())
-    store = made.store if store is None else store
-    if made.enable_reconfigure:
-        pass  # `reconfigure` gets the members' addresses from their handles
-    elif isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None:
+    place: tuple[int, int] | None = None
+    # `reconfigure` gets the members' addresses from their handles, and a Python backend meets as it likes
+    by_store = isinstance(impl, C10dBackend | LibraryBackend) or rank is not None or size is not None
+    if by_store and not made.enable_reconfigure:
         if rank is None or size is None:
-            rank, size = (0, 1) if backend == "fake" else _bootstrap.rank_and_size()
-        made.rank, made.size = rank, size
-        made.store = _bootstrap.store_for(made.name, store, rank, size, made.timeout)
-    else:
-        made.store = store
-    impl.init(device, made.name, made)
+            launched = (0, 1) if backend == "fake" else _bootstrap.rank_and_size()
+            rank, size = launched[0] if rank is None else rank, launched[1] if size is None else size
+        place = (rank, size)
+        made.rank, made.size = place
+    with _bootstrap.meeting(name or made.name, made.store if store is None else store, place, made.timeout) as met:
+        made.name, made.store = met
+        impl.init(device, made.name, made)
     return TorchComm(impl, made.name, device, made)
-
-
-_unnamed = itertools.count()
