@@ -190,6 +190,25 @@ def nans_are_found_before_they_are_sent(rank: int, size: int) -> None:
         comm.all_reduce(bad, ReduceOp.SUM, False)
 
 
+def nans_of_a_broadcast_count_where_it_is_read(rank: int, size: int) -> None:
+    bad, root = torch.full((2,), float("nan")), size - 1
+    with communicator(rank, size) as comm:
+        hook = NanCheckHook()
+        hook.register_with_comm(comm)
+        tensor = torch.ones(2) if rank == root else bad.clone()
+        comm.broadcast(tensor, root, False)
+        assert tensor.tolist() == [1.0, 1.0]
+        if rank == root:
+            with pytest.raises(RuntimeError, match="NaN detected in input tensor for 'broadcast'"):
+                comm.broadcast(bad, root, False)
+        hook.unregister()
+        NanCheckHook(check_inputs=False, check_outputs=True).register_with_comm(comm)
+        if rank != root:
+            with pytest.raises(RuntimeError, match="NaN detected in output tensor for 'broadcast'"):
+                comm.broadcast(bad, root, False)
+        comm.broadcast(bad if rank == root else torch.ones(2), root, False)
+
+
 def nans_in_outputs_are_found_if_asked_for(rank: int, size: int) -> None:
     bad = torch.full((2 * size,), float("nan"))
     with communicator(rank, size) as comm:
@@ -344,6 +363,7 @@ def overlapping_operations_have_rows_of_their_own(rank: int, size: int) -> None:
         hooks_can_be_removed,
         a_hook_that_raises_refuses_the_operation,
         nans_are_found_before_they_are_sent,
+        nans_of_a_broadcast_count_where_it_is_read,
         nans_in_outputs_are_found_if_asked_for,
         the_log_has_a_line_an_event,
         the_log_knows_every_operation,

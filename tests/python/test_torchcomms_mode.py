@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import BACKEND, World, fresh_store, this_worker
 from ncclx_rs import OpName
+from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook, TimelineHook
 
 MINOR = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -194,9 +196,42 @@ def hooks_hear_of_c10d_calls(rank: int, size: int) -> None:
     comm.finalize()
 
 
+def observers_see_every_operation_of_a_c10d_call(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", name="seen", store=fresh_store(), rank=rank, size=size)
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, ncclx_rs._BackendWrapper(comm))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    timeline, recorder = TimelineHook(), FlightRecorderHook(isolated=True)
+    for hook in (timeline, recorder):
+        hook.register_with_comm(comm)
+    NanCheckHook().register_with_comm(comm)
+    good, bad = torch.ones(2), torch.full((3,), float("nan"))
+    group.allreduce_coalesced([good, good.clone(), good.clone()]).wait()
+    with pytest.raises(RuntimeError, match="NaN detected"):
+        group.allreduce_coalesced([good, bad])
+    with pytest.raises(RuntimeError, match="NaN detected"):
+        comm.all_reduce(bad)
+    group.allreduce_coalesced([good, good.clone()]).wait()
+    comm.barrier()
+    comm.finalize()
+    expected = ["all_reduce"] * 5 + ["barrier"]
+    shown = [event for event in timeline.events() if event["ph"] != "M"]
+    assert sorted(event["name"] for event in shown) == expected
+    assert all(event["ph"] == "X" and event["args"]["succeeded"] for event in shown)
+    entries = json.loads(recorder.dump_json())["entries"]
+    assert [entry["profiling_name"].partition(":")[2] for entry in entries] == expected, entries
+    assert [entry["collective_seq_id"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert all(entry["state"] == "completed" for entry in entries)
+
+
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
-def test_hooks_hear_of_c10d_calls(world: World) -> None:
-    world.run(hooks_hear_of_c10d_calls, join=False)
+@pytest.mark.parametrize(
+    "check",
+    [hooks_hear_of_c10d_calls, observers_see_every_operation_of_a_c10d_call],
+    ids=lambda check: check.__name__,
+)
+def test_hooks_hear_of_c10d_calls(world: World, check) -> None:
+    world.run(check, join=False)
 
 
 def test_only_c10d_backends_can_be_wrapped() -> None:

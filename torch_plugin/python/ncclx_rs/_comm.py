@@ -71,6 +71,8 @@ class TorchComm(Operations):
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
+        # The operations of the last c10d call, for hooks to tell them from those of another call.
+        self._c10d_call: list[int] = []
         self._registered: dict[int, torch.Tensor] = {}
         self._endpoint = once(_reconfigure.Endpoint)
         self._handle = _graph_state.handle(self, name)
@@ -472,11 +474,11 @@ class TorchComm(Operations):
     def _before_c10d(self, name: str, *args: Any) -> list[int]:
         """Calls the pre-hooks for each operation of a c10d call; returns the operations' ids."""
         self._check_usable(name)
-        ids = []
-        for operation, hook_args in c10d_hook_args(name, args):
-            ids.append(next(op_ids))
-            self._pre_hooks(operation, ids[-1], hook_args)
-        return ids
+        operations = c10d_hook_args(name, args)
+        self._c10d_call = [next(op_ids) for _ in operations]
+        for op_id, (operation, hook_args) in zip(self._c10d_call, operations, strict=True):
+            self._pre_hooks(operation, op_id, hook_args)
+        return self._c10d_call
 
     def _after_c10d(self, name: str, ids: Sequence[int], work: Any) -> None:
         for op_id in ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Generic, TypeVar
 
 from ncclx_rs._comm import SplitPostHookArgs, TorchComm
@@ -38,25 +39,27 @@ class Observer(Generic[T]):
 def observe(comm: TorchComm, observer: Observer[T]) -> list[RemovableHandle]:
     """Registers an observer with a communicator."""
     # An operation whose call raises has no post-hook. Calls come one at a time, so the next call shows that the one
-    # before raised.
-    open_operation: list[T] = []
+    # before raised. A call of c10d may stand for several operations.
+    open_operations: dict[int, T] = {}
+    watched = weakref.proxy(comm)
 
     def before(name: OpName, op_id: int, args: Any) -> None:
-        if open_operation:
-            observer.on_refused(open_operation.pop())
+        call = watched._c10d_call if op_id in watched._c10d_call else ()
+        for refused in [known for known in reversed(open_operations) if known not in call]:
+            observer.on_refused(open_operations.pop(refused))
         if not isinstance(args, FinalizePreHookArgs):
-            open_operation.append(observer.on_call(name, op_id, args))
+            open_operations[op_id] = observer.on_call(name, op_id, args)
 
     def after(op_id: int, args: Any) -> None:
-        if open_operation:
-            observer.on_issued(open_operation.pop(), getattr(args, "work", None) or TorchWork())
+        if op_id in open_operations:
+            observer.on_issued(open_operations.pop(op_id), getattr(args, "work", None) or TorchWork())
         elif isinstance(args, FinalizePostHookArgs):
             observer.on_finalized()
         if isinstance(args, SplitPostHookArgs) and args.comm is not None:
             observer.on_split(args.comm)
 
     def aborted() -> None:
-        open_operation.clear()
+        open_operations.clear()
         observer.on_aborted()
 
     return [

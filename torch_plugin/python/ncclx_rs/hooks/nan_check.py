@@ -5,6 +5,7 @@ NanCheckHook().register_with_comm(comm)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ from ncclx_rs._comm import TorchComm
 from ncclx_rs._hooks import RemovableHandle
 from ncclx_rs._types import OpName, P2POpType
 
-# Operations whose one tensor is both input and output.
-_IN_PLACE = (OpName.broadcast, OpName.all_reduce, OpName.reduce)
+# Operations whose one tensor is both input and output. That of a broadcast is one of them: an input on the root.
+_IN_PLACE = (OpName.all_reduce, OpName.reduce)
 
 
 class NanCheckHook:
@@ -37,13 +38,14 @@ class NanCheckHook:
 
     def register_with_comm(self, comm: TorchComm) -> None:
         """Checks a communicator's operations from now on: they raise RuntimeError if a tensor contains a NaN."""
-        comm_name = comm.get_name()
+        comm_name, watched = comm.get_name(), weakref.proxy(comm)
 
         def check(name: OpName, op_id: int, args: Any) -> None:
+            sends = name is not OpName.broadcast or args.root == watched.get_rank()
             if self._check_inputs or (self._check_outputs and name in _IN_PLACE):
-                _check(_inputs(name, args), "input", name, comm_name)
+                _check(_inputs(name, args, sends), "input", name, comm_name)
             if self._check_outputs:
-                _check(_outputs(name, args), "output", name, comm_name)
+                _check(_outputs(name, args, sends), "output", name, comm_name)
 
         self._handles.append(comm.register_pre_hook(check))
 
@@ -63,8 +65,8 @@ def _check(tensors: Iterator[torch.Tensor], what: str, name: OpName, comm_name: 
             raise RuntimeError(f"NaN detected in {what} tensor for '{name.name}' on comm '{comm_name}'")
 
 
-def _inputs(name: OpName, args: Any) -> Iterator[torch.Tensor]:
-    if name is OpName.send or name in _IN_PLACE:
+def _inputs(name: OpName, args: Any, sends: bool) -> Iterator[torch.Tensor]:
+    if name is OpName.send or name in _IN_PLACE or (name is OpName.broadcast and sends):
         yield args.tensor
     elif name is OpName.batch_op_issue:
         yield from (op.tensor for op in args.ops if op.type is P2POpType.SEND)
@@ -72,8 +74,8 @@ def _inputs(name: OpName, args: Any) -> Iterator[torch.Tensor]:
         yield from _listed(getattr(args, "input", []))
 
 
-def _outputs(name: OpName, args: Any) -> Iterator[torch.Tensor]:
-    if name is OpName.recv:
+def _outputs(name: OpName, args: Any, sends: bool) -> Iterator[torch.Tensor]:
+    if name is OpName.recv or (name is OpName.broadcast and not sends):
         yield args.tensor
     elif name is OpName.batch_op_issue:
         yield from (op.tensor for op in args.ops if op.type is P2POpType.RECV)
