@@ -11,7 +11,7 @@ import ncclx_rs
 import pytest
 import torch
 from harness import BACKEND, World
-from ncclx_rs import ReduceOp, TorchComm, _torchcomms_operators
+from ncclx_rs import ReduceOp, TorchComm, TorchWork, _torchcomms_operators
 from ncclx_rs._operands import OPERANDS
 from reference import assert_same, data
 from test_compile import communicator, compiled, quick_inductor
@@ -229,6 +229,35 @@ def wrong_calls_name_the_operator(rank: int, size: int) -> None:
             work.wait()
         ops.torchcomm_all_reduce_(comm, torch.ones(2), SUM, True, None, None)
         assert len(_torchcomms_operators._pending) == 1
+
+
+class Counted(TorchWork):
+    """A work that counts the waits for it, and may fail."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.waits = 0
+        self._error = error
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+def test_a_wait_is_for_all_operations_of_a_tensor() -> None:
+    tensor, other = torch.ones(1), torch.ones(1)
+    works = [Counted(), Counted("the second failed"), Counted()]
+    for work in works:
+        _torchcomms_operators._remember([tensor], work)
+    apart = Counted()
+    _torchcomms_operators._remember([other], apart)
+    with pytest.raises(RuntimeError, match="the second failed"):
+        ops.torchcomm_wait_tensors_([tensor])
+    assert [work.waits for work in works] == [1, 1, 0]
+    assert ops.torchcomm_wait_tensors_([tensor])[0] is tensor
+    assert [work.waits for work in works] == [1, 1, 1] and apart.waits == 0
+    ops.torchcomm_wait_tensors_([other])
+    assert apart.waits == 1 and not _torchcomms_operators._pending
 
 
 CHECKS = [

@@ -63,13 +63,17 @@ def _take(pending: _Pending, tensor: torch.Tensor) -> TorchWork | None:
     return None
 
 
+def _next(tensor: torch.Tensor) -> TorchWork | None:
+    work = _take(_pending_in_graphs, tensor)
+    if work is None and not torch.compiler.is_compiling():
+        with _lock:
+            work = _take(_pending, tensor)
+    return work
+
+
 def _wait_for(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
-        work = _take(_pending_in_graphs, tensor)
-        if work is None and not torch.compiler.is_compiling():
-            with _lock:
-                work = _take(_pending, tensor)
-        if work is not None:
+        while (work := _next(tensor)) is not None:
             work.wait()
 
 
