@@ -714,6 +714,65 @@ def gloo_is_bridged(rank: int, size: int) -> None:
 
 
 class Doubling(ncclx_rs.TorchCommBackend):
+def gloos_failures_have_a_status(rank: int, size: int, operation: str, async_op: bool) -> None:
+    with communicator(rank, size, backend="gloo", timeout=120) as comm:
+        assert not comm.is_abort_supported()
+        with pytest.raises(RuntimeError, match="abort: the backend gloo cannot abort"):
+            comm.abort()
+        comm.barrier()
+        if rank == 0:
+            tensor, batch = torch.ones(1), comm.batch_op_create()
+            batch.recv(tensor, 1)
+            start: dict[str, Callable[[], ncclx_rs.TorchWork]] = {
+                "recv": lambda: comm.recv(tensor, 1, async_op, timeout=0.2),
+                "batch": lambda: batch.issue(async_op, timeout=0.2),
+                "all_reduce": lambda: comm.all_reduce(tensor, async_op=async_op, timeout=0.2),
+            }
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+                work = start[operation]()
+                assert work.status is WorkStatus.INPROGRESS
+                work.wait()
+            assert time.monotonic() - began < 60
+            if async_op:
+                # Of its other works, gloo does not tell why they failed.
+                assert work.status is (WorkStatus.ERROR if operation == "all_reduce" else WorkStatus.TIMEDOUT)
+                assert repr(work) == f"TorchWork({work.status.name})"
+                assert isinstance(work.exception(), RuntimeError)
+        meet()
+
+
+def a_window_can_be_used_after_it_failed(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm(
+        "ncclx", "cpu", store=fresh_store(), rank=rank, size=size, abort_process_on_timeout_or_error=False
+    )
+    window = comm.new_window(torch.zeros(4))
+    backend, undone = window._c10d, []
+
+    class Captured:
+        def _window_deregister(self, window: int) -> None:
+            undone.append(window)
+            raise ValueError("expected a call outside of CUDA graph captures")
+
+    window._c10d = Captured()
+    with pytest.raises(ValueError, match="captures"):
+        window.tensor_deregister()
+    window._c10d = backend
+    assert undone == [window._id] and window.get_size() == 16
+    with leaving_together():
+        if rank == 0:
+            comm.set_timeout(0.5)
+            with pytest.raises(RuntimeError, match="did not call it"):
+                window.tensor_deregister()
+            assert window.get_size() == 0 and window.get_tensor() is None
+            with pytest.raises(RuntimeError, match="Double deregistration"):
+                window.tensor_deregister()
+            with pytest.raises(RuntimeError) as raised:
+                window.tensor_register(torch.zeros(4))
+            assert "Double registration" not in str(raised.value)
+    comm.finalize()
+
+
     """A backend of one rank whose all_reduce doubles the tensor."""
 
     def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
@@ -931,7 +990,11 @@ def test_gloo_is_bridged(world: World) -> None:
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
 @pytest.mark.parametrize(
     "check",
-    [a_late_rank_is_named_and_ends_the_communicator, abort_ends_what_is_in_flight],
+    [
+        a_late_rank_is_named_and_ends_the_communicator,
+        abort_ends_what_is_in_flight,
+        a_window_can_be_used_after_it_failed,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_failure(fresh_world: World, check) -> None:

@@ -115,7 +115,7 @@ class TorchCommWindow:
         """Ends the other ranks' access to the tensor, once no rank uses it. Called on all ranks.
 
         Raises:
-            RuntimeError: no tensor is registered, or a rank did not call it.
+            RuntimeError: no tensor is registered, or a rank did not call it. The window then has no tensor.
             ValueError: a CUDA graph captures the current stream, of the tensor's device; the tensor stays registered.
 
         Examples:
@@ -127,7 +127,16 @@ class TorchCommWindow:
         not_in_graphs("tensor_deregister", "it changes the window")
         if self._id is None:
             raise RuntimeError("Double deregistration error: the window has no tensor")
-        self._c10d._window_deregister(self._id)
+        try:
+            self._c10d._window_deregister(self._id)
+        except ValueError:
+            raise  # refused, because of a capture, before anything ended
+        except BaseException:
+            self._forget()
+            raise
+        self._forget()
+
+    def _forget(self) -> None:
         self._id, self._tensor, self._bytes, self._meta, self._mapped = None, None, 0, None, {}
 
     def put(
