@@ -1035,9 +1035,48 @@ def test_torchcomms_programs_run_as_they_are(tmp_path: Path) -> None:
     done = subprocess.run(
         [*launcher, "--module", "ncclx_rs.as_torchcomms", str(program)],
         capture_output=True,
+from helper import names  # beside the program
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"sum 3\.0 ncclx_rs\.objcol", done.stdout)) == 2, done.stdout
+    (tmp_path / "helper.py").write_text("names = ['main_comm']\n")
+
+
+SPAWNING = """
+import ncclx_rs
+ncclx_rs.install_as_torchcomms()
+import multiprocessing
+import sys
+import torchcomms
+from helper import greeting
+
+def child():
+    print(torchcomms.__name__, greeting)
+
+if __name__ == "__main__":
+    print(sys.argv[1:], sys.path[0])
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_torchcomms_programs_find_what_is_beside_them_and_spawn(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNING)
+    (tmp_path / "helper.py").write_text("greeting = 'from beside'\n")
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.py"
+    link.symlink_to(tmp_path / "train.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "ncclx_rs.as_torchcomms", str(link), "--steps", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"['--steps', '3'] {tmp_path}\nncclx_rs from beside\n"

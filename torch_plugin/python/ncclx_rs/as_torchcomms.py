@@ -5,10 +5,17 @@
 
 PyTorch looks for torchcomms during its own import. So for PyTorch's torchcomms mode
 (``TORCH_DISTRIBUTED_USE_TORCHCOMMS=1``) the alias must be installed before torch is imported, as it is here.
+
+Processes that the program spawns import it anew, without the alias. For them it begins with these lines, which change
+nothing in the first process:
+
+    import ncclx_rs
+    ncclx_rs.install_as_torchcomms()
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ncclx_rs._alias import AliasFinder, is_installed
@@ -41,6 +48,9 @@ def main() -> None:
 
     install_as_torchcomms()
     del sys.argv[0]
+    if not sys.flags.safe_path:
+        # As Python runs a program: in place of the current folder, which `-m` has put there.
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
