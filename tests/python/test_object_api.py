@@ -27,6 +27,7 @@ from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, meet
 from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, _backends, objcol
 from reference import SIZES, assert_same, data, reduced
 from test_failures import missing_and_callers
+from torch._C import _distributed_c10d as c10d
 
 pytestmark = pytest.mark.worlds(modes=("shm",))
 
@@ -713,7 +714,6 @@ def gloo_is_bridged(rank: int, size: int) -> None:
         child.finalize()
 
 
-class Doubling(ncclx_rs.TorchCommBackend):
 def gloos_failures_have_a_status(rank: int, size: int, operation: str, async_op: bool) -> None:
     with communicator(rank, size, backend="gloo", timeout=120) as comm:
         assert not comm.is_abort_supported()
@@ -773,6 +773,7 @@ def a_window_can_be_used_after_it_failed(rank: int, size: int) -> None:
     comm.finalize()
 
 
+class Doubling(ncclx_rs.TorchCommBackend):
     """A backend of one rank whose all_reduce doubles the tensor."""
 
     def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
@@ -987,6 +988,24 @@ def test_gloo_is_bridged(world: World) -> None:
     world.run(gloo_is_bridged, join=False)
 
 
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@pytest.mark.parametrize("operation", ["recv", "batch", "all_reduce"])
+@pytest.mark.parametrize("async_op", [True, False])
+def test_gloos_failures_have_a_status(world: World, operation: str, async_op: bool) -> None:
+    world.run(gloos_failures_have_a_status, operation, async_op, join=False)
+
+
+def test_c10d_backends_abort_if_they_have_an_abort_of_their_own() -> None:
+    class Aborting(c10d.Backend):
+        def abort(self) -> None: ...
+
+    options = ncclx_rs.CommOptions()
+    for made, aborts in ((Aborting(0, 1), True), (c10d.Backend(0, 1), False)):
+        backend = _backends.C10dBackend("others", lambda _, made=made: made)
+        backend.init(torch.device("cpu"), "name", options)
+        assert TorchComm(backend, "name", torch.device("cpu"), options).is_abort_supported() is aborts
+
+
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))
 @pytest.mark.parametrize(
     "check",
@@ -1016,10 +1035,11 @@ def test_survivors_go_on_without_a_killed_member(fresh_world: World) -> None:
 PROGRAM = """
 import torch
 import torchcomms
+from helper import names  # beside the program
 from torchcomms import ReduceOp, objcol
 from torchcomms._comms import TorchComm
 
-comm = torchcomms.new_comm("ncclx", torch.device("cpu"), name="main_comm")
+comm = torchcomms.new_comm("ncclx", torch.device("cpu"), name=names[0])
 tensor = torch.full((1024,), float(comm.get_rank() + 1))
 comm.all_reduce(tensor, ReduceOp.SUM, async_op=False)
 assert isinstance(comm, TorchComm)
@@ -1031,18 +1051,17 @@ comm.finalize()
 def test_torchcomms_programs_run_as_they_are(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    (tmp_path / "helper.py").write_text("names = ['main_comm']\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "--module", "ncclx_rs.as_torchcomms", str(program)],
         capture_output=True,
-from helper import names  # beside the program
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"sum 3\.0 ncclx_rs\.objcol", done.stdout)) == 2, done.stdout
-    (tmp_path / "helper.py").write_text("names = ['main_comm']\n")
 
 
 SPAWNING = """

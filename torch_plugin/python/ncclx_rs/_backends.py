@@ -6,7 +6,9 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -92,6 +94,13 @@ class C10dBackend(TorchCommBackend):
     def abort(self) -> None:
         if self.c10d is not None:
             self.c10d.abort()
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether the backend has an abort of its own: c10d's, which all inherit, does nothing."""
+        if self._make is _make_ncclx or isinstance(self.c10d, getattr(c10d, "ProcessGroupNCCL", ())):
+            return True
+        return getattr(type(self.c10d), "abort", None) is not c10d.Backend.abort
 
     def get_rank(self) -> int:
         return -1 if self.c10d is None else int(self.c10d.rank())
@@ -195,7 +204,9 @@ class C10dBackend(TorchCommBackend):
         if (options.timeout or self._device.type == "cuda") and hasattr(self.c10d, "_message"):
             timeout = options.timeout or self._timeout
             return self.c10d._message(operation == "send", tensor, peer, 0, timeout, async_op)
-        return getattr(self.c10d, operation)([tensor], peer, 0)
+        work = getattr(self.c10d, operation)([tensor], peer, 0)
+        # c10d's messages take no timeout, but the wait for them does.
+        return _LimitedWork(work, options.timeout) if options.timeout and work is not None else work
 
     def coalesced(self, issue: Callable[[], object]) -> Any:
         """Calls ``issue``, whose messages on a device go on together; the work of all, if there they have one."""
@@ -325,6 +336,33 @@ class C10dBackend(TorchCommBackend):
 
     def _split_library(self, ranks: Sequence[int]) -> Any:
         return self.c10d._part(list(ranks)) if hasattr(self.c10d, "_part") else None
+
+
+class _LimitedWork:
+    """A message of another backend, which may take a limited time from now on."""
+
+    def __init__(self, work: Any, limit: timedelta) -> None:
+        self._work = work
+        self._end = time.monotonic() + limit.total_seconds()
+        self._timed_out = False
+
+    def wait(self) -> None:
+        # c10d counts milliseconds.
+        left = max(1, math.ceil((self._end - time.monotonic()) * 1000))
+        try:
+            self._work.wait(timedelta(milliseconds=left))
+        except RuntimeError:
+            self._timed_out = time.monotonic() >= self._end
+            raise
+
+    def is_completed(self) -> bool:
+        return self._timed_out or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return not self._timed_out and bool(self._work.is_success())
+
+    def timed_out(self) -> bool:
+        return self._timed_out
 
 
 def _lacking_for(device: torch.device) -> str | None:

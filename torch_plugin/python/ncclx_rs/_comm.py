@@ -182,6 +182,8 @@ class TorchComm(Operations):
 
     def is_abort_supported(self) -> bool:
         """Whether the backend supports `abort`."""
+        if isinstance(self._impl, C10dBackend):
+            return self._impl.can_abort
         return callable(getattr(self._impl, "abort", None))
 
     def is_aborted(self) -> bool:

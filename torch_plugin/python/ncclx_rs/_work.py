@@ -164,7 +164,10 @@ def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: o
 def _timed_out(part: Any) -> bool:
     if hasattr(part, "timed_out"):
         return bool(part.timed_out())
-    return isinstance(part, dist.Work) and cast(Any, part).get_future_result().wait() == _TIMEOUT
+    if isinstance(part, dist.Work):
+        with contextlib.suppress(RuntimeError):  # gloo's works lack it
+            return bool(cast(Any, part).get_future_result().wait() == _TIMEOUT)
+    return False
 
 
 def _future(part: Any) -> torch.futures.Future[Any] | None:
