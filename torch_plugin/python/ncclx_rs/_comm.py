@@ -264,6 +264,7 @@ class TorchComm(Operations):
 
         Raises:
             TypeError: ``ranks`` is no list of ranks and no list of such lists.
+            ValueError: the timeout is negative.
             RuntimeError: a rank is not in this communicator or is repeated, the list lacks the caller, or the backend
                 cannot split; with NCCL also, a rank did not call it in time, or the ranks' lists do not go together.
 
@@ -377,6 +378,7 @@ class TorchComm(Operations):
             A completed work.
 
         Raises:
+            ValueError: the timeout is negative.
             RuntimeError: the backend or the communicator does not support reconfiguration, the handles are wrong, or
                 members did not join in time.
         """

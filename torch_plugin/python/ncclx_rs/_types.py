@@ -390,7 +390,7 @@ class OpOptions:
             ValueError: the timeout is negative.
         """
         if options is None:
-            return cls(as_timeout(method, timeout), hints)
+            return cls(None if timeout is None else as_timeout(method, timeout), hints)
         if not isinstance(options, cls):
             raise TypeError(f"{method}: argument `options`: expected {cls.__name__}, got {type(options).__name__}")
         limit = as_timeout(method, options.timeout if timeout is None else timeout)
