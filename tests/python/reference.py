@@ -57,6 +57,30 @@ def any_bits(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.
     return raw.view(dtype)
 
 
+class Wrapper(torch.Tensor):
+    """A tensor around another one, which has no memory of its own, as a DTensor has none."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, *args: object) -> None:
+        raise NotImplementedError(function)
+
+    def __repr__(self) -> str:
+        return "Wrapper()"
+
+
+def without_memory() -> list[torch.Tensor]:
+    """Dense, contiguous tensors of the CPU whose elements lie nowhere, or not all of them do."""
+    gone, part_gone, short = torch.ones(4), torch.ones(8)[4:], torch.ones(1000)
+    gone.untyped_storage().resize_(0)
+    part_gone.untyped_storage().resize_(0)
+    short.untyped_storage().resize_(3996)
+    return [Wrapper(torch.ones(4)), torch._efficientzerotensor(4), gone, part_gone, short]
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, to compare NaNs and dtypes without arithmetic."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

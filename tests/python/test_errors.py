@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from reference import assert_same, data, reduced
+from reference import assert_same, data, reduced, without_memory
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 def assert_refused(pattern: str, call: Callable[[], object]) -> None:
@@ -107,6 +109,20 @@ def tensors_without_memory_are_refused(rank: int, size: int) -> None:
     assert_refused("(?i)meta", lambda: backend.allreduce([torch.empty(4, device="meta")], dist.AllreduceOptions()))
     sparse = torch.eye(3).to_sparse()
     assert_refused("(?i)sparse", lambda: backend.broadcast([sparse], dist.BroadcastOptions()))
+    mesh = DeviceMesh("cpu", list(range(size)))
+    for tensor in (*without_memory(), DTensor.from_local(torch.ones(4), mesh)):
+        for call in (
+            lambda tensor=tensor: backend.allreduce([tensor], dist.AllreduceOptions()),
+            lambda tensor=tensor: backend.send([tensor], (rank + 1) % size, 0),
+            lambda tensor=tensor: backend.recv([tensor], (rank + 1) % size, 0),
+            lambda tensor=tensor: backend._window_register(tensor),
+        ):
+            assert_refused(
+                r"`tensor`: expected a tensor with memory of its own \(of a DTensor pass `to_local\(\)`\)", call
+            )
+    strided = torch.ones(1000, 2)[:, 0]
+    strided.untyped_storage().resize_(7992)
+    assert_refused("memory of its own", lambda: backend.allreduce([strided], dist.AllreduceOptions()))
     assert_group_still_works(rank, size)
 
 

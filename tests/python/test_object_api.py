@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from harness import WATCHDOG_SECONDS, World, fresh_store, leaving_together, meet, without_cuda_driver
 from ncclx_rs import OpName, RedOpType, ReduceOp, TorchComm, WorkStatus, _backends, objcol
-from reference import SIZES, assert_same, data, reduced
+from reference import SIZES, assert_same, data, reduced, without_memory
 from test_failures import missing_and_callers
 from torch._C import _distributed_c10d as c10d
 
@@ -493,6 +493,7 @@ def wrong_calls_are_refused_and_change_nothing(rank: int, size: int) -> None:
             (lambda: comm.all_reduce(torch.ones(4), ReduceOp.BAND, False), "BAND"),
             (lambda: comm.all_gather_single(torch.ones(4 * size + 1), t, False), "all_gather"),
             (lambda: comm.all_to_all_v_single(t, t, [4], [1], False), "split_sizes"),
+            *((lambda lost=lost: comm.all_reduce(lost), "memory of its own") for lost in without_memory()),
         ):
             with pytest.raises((RuntimeError, ValueError), match=text):
                 call()

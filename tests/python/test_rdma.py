@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from harness import World, lacking, stop
 from ncclx_rs import RdmaFuture, RdmaMemory, RdmaRemoteBuffer, RdmaTransport
+from reference import without_memory
 
 WIRES = [{"transport": "shm"}, {"transport": "shm", "single_copy_bytes": "0"}, {"transport": "tcp"}]
 
@@ -217,6 +218,9 @@ def test_mistakes_are_refused() -> None:
         one.connect(b"nonsense")
     with pytest.raises(ValueError, match="expected a contiguous tensor"):
         RdmaMemory(torch.zeros(4, 4).t())
+    for lost in without_memory():
+        with pytest.raises(ValueError, match="RdmaMemory: argument `tensor`: expected a tensor with memory of its own"):
+            RdmaMemory(lost)
     with pytest.raises(ValueError, match="expected a tensor on the CPU or a CUDA device, got one on meta"):
         RdmaMemory(torch.zeros(4, device="meta"))
     with pytest.raises(ValueError, match="expected a CPU or CUDA device"):

@@ -93,6 +93,7 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
                                 ? call.reduction.tensor.resolve_neg()
                                 : at::Tensor();
   if (factor.defined() && factor.device() != device) refuse_place(call.operation, "op", device, factor.device());
+  if (factor.defined() && !has_memory(factor)) refuse_memory(call.operation, "op");
   const double number = factor.defined() ? 0 : call.reduction.factor_on_host();
   auto end = std::make_shared<StreamEnd>(engine_, group_, call.type);
   auto work = c10::make_intrusive<StreamWork>(end, streams, stream, call.waits, getRank(), call.type, call.title,

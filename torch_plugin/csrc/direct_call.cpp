@@ -44,7 +44,7 @@ const DirectCall& direct_call(NcclxKind kind) {
 
 // Whether the engine can use a tensor's memory as it is.
 bool is_plain_on_host(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && is_plain(tensor);
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && is_plain(tensor) && has_memory(tensor);
 }
 
 // Whether the ranks can share a tensor's rows equally.

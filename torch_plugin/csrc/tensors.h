@@ -72,6 +72,11 @@ inline NcclxBuffer buffer_of(const at::Tensor& tensor, const char* operation) {
   refuse(operation, argument, "a tensor on " + expected.str() + ", where the group's others are", "one on " + got.str());
 }
 
+// Refuses a tensor whose storage does not have its elements.
+[[noreturn]] inline void refuse_memory(const char* operation, const char* argument) {
+  refuse(operation, argument, "a tensor with memory of its own (of a DTensor pass `to_local()`)", "one without");
+}
+
 // The memory from the first to the last element of a tensor, with any gaps.
 struct Extent {
   const char* begin = nullptr;
@@ -88,15 +93,29 @@ struct Extent {
   }
 };
 
+// How many elements there is room for from the first to the last element of a dense tensor.
+inline int64_t span_of(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor.numel();
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return last + 1;
+}
+
 inline Extent extent_of(const at::Tensor& tensor) {
   // A device's addresses are never the host's, so that both may be compared.
   const bool is_served = tensor.defined() && (tensor.is_cpu() || tensor.is_cuda());
   const bool has_memory = is_served && tensor.layout() == at::kStrided;
   if (!has_memory || tensor.numel() == 0) return {};
-  int64_t last = 0;
-  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   const auto* begin = static_cast<const char*>(tensor.data_ptr());
-  return {begin, begin + (last + 1) * tensor.element_size()};
+  return {begin, begin + span_of(tensor) * tensor.element_size()};
+}
+
+// Whether a dense tensor's storage has its elements. That of a wrapper subclass has no memory, and any may have been resized.
+inline bool has_memory(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return true;
+  const c10::Storage& storage = tensor.storage();
+  if (storage.data() == nullptr) return false;
+  return static_cast<size_t>((tensor.storage_offset() + span_of(tensor)) * tensor.element_size()) <= storage.nbytes();
 }
 
 // Whether a dense tensor's memory has its elements as they are, one after the other.
@@ -202,6 +221,7 @@ class Operands {
     if (!tensor.defined()) refuse(operation_, argument, "a tensor", "None");
     if (tensor.layout() != at::kStrided) refuse(operation_, argument, "a dense tensor", c10::str(tensor.layout()));
     if (tensor.device() != device_) refuse_place(operation_, argument, device_, tensor.device());
+    if (!has_memory(tensor)) refuse_memory(operation_, argument);
     if (device_.is_cuda()) on_device_.push_back(tensor);
   }
 

@@ -11,6 +11,8 @@ use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::memory::address_of;
+
 /// Adds the classes to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<RdmaRegistration>()?;
@@ -35,12 +37,17 @@ impl RdmaRegistration {
                 "RdmaMemory: argument `tensor`: expected a contiguous tensor on the CPU or a CUDA device",
             ));
         }
-        let address: usize = tensor.call_method0("data_ptr")?.extract()?;
+        let none = || {
+            PyValueError::new_err(
+                "RdmaMemory: argument `tensor`: expected a tensor with memory of its own (of a DTensor pass `to_local()`)",
+            )
+        };
+        let address = address_of(tensor)?.ok_or_else(none)?;
         let len: usize = tensor.getattr("nbytes")?.extract()?;
         let storage = tensor.call_method0("untyped_storage")?.unbind();
         let ptr = std::ptr::with_exposed_provenance_mut(address);
         let bytes = match is_on_device {
-            // SAFETY: the tensor is contiguous, so all its bytes lie there, in the storage, which `storage` keeps.
+            // SAFETY: the tensor is contiguous, and its storage has all its bytes, so they lie there; `storage` keeps them.
             true => unsafe { LentBytes::on_device(ptr, len, Box::new(storage)) },
             // SAFETY: as above.
             false => unsafe { LentBytes::from_raw(ptr, len, Box::new(storage)) },

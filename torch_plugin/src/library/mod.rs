@@ -18,6 +18,7 @@ use pyo3::prelude::*;
 
 use self::instance::{Failure, Instance, Joining, Request, TensorMemory, Work};
 use self::store::PythonStore;
+use crate::memory::address_of;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Library>()?;
@@ -209,11 +210,12 @@ fn memory_of(operation: &str, tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Tens
                 return Err(refused(format!("views that `resolve_{view}()` would resolve")));
             }
         }
+        let none = || refused("tensor without memory of its own (of a DTensor pass `to_local()`)".to_owned());
         let dtype = tensor.getattr("dtype")?.str()?.to_string();
         let name = dtype.strip_prefix("torch.").unwrap_or(&dtype);
         let position = DType::ALL.iter().position(|known| known.name() == name);
         Ok(TensorMemory {
-            address: tensor.call_method0("data_ptr")?.extract()?,
+            address: address_of(tensor)?.ok_or_else(none)?,
             len: tensor.call_method0("numel")?.extract()?,
             dtype: position.ok_or_else(|| refused(format!("tensors of {dtype}")))?,
         })
