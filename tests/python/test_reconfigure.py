@@ -72,6 +72,34 @@ def what_is_in_flight_ends(rank: int, size: int) -> None:
     assert_sum(size)
 
 
+def windows_end_with_their_members(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    dist._reconfigure(1, everyone).wait()
+    group = dist.group.WORLD
+    window = group.new_window(torch.zeros(4))
+    dist._reconfigure(2, everyone).wait()
+    memory = torch.zeros(4)
+    other = group.new_window(memory)  # of the same number in the engine
+    for call in (
+        lambda: window.put(torch.ones(4), (rank + 1) % size, 0, False),
+        lambda: window.signal(rank, False),
+        lambda: window.wait_signal(rank, False),
+        lambda: window.map_remote_tensor(rank),
+    ):
+        with pytest.raises(RuntimeError, match="the members of its process group have changed"):
+            call()
+    window.tensor_deregister()
+    dist.barrier()
+    assert memory.tolist() == [0.0] * 4
+    window.tensor_register(torch.zeros(4))
+    for usable in (window, other):
+        usable.put(torch.ones(4), (rank + 1) % size, 0, False)
+        usable.signal((rank + 1) % size, False)
+        usable.wait_signal((rank - 1) % size, False)
+        usable.tensor_deregister()
+    assert memory.tolist() == [1.0] * 4
+
+
 def survivors_go_on(rank: int, size: int) -> None:
     everyone = handles(begin(rank, size), rank, size)
     dist._reconfigure(1, everyone).wait()
@@ -111,7 +139,13 @@ def the_configured_limit_stays(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [members_change, what_is_in_flight_ends, groups_of_other_kinds_refuse, the_configured_limit_stays],
+    [
+        members_change,
+        what_is_in_flight_ends,
+        windows_end_with_their_members,
+        groups_of_other_kinds_refuse,
+        the_configured_limit_stays,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_reconfigure(world: World, check) -> None:

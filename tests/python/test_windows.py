@@ -7,12 +7,15 @@ import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
+import ncclx_rs
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import HOSTS, World, meet, stop
+from harness import HOSTS, World, fresh_store, leaving_together, meet, stop
 from ncclx_rs._load import native
 
 pytestmark = pytest.mark.worlds(sizes=(1, 2, 3))
@@ -213,6 +216,35 @@ def pytorchs_window_is_one_of_ours(rank: int, size: int) -> None:
     mapped.tensor_deregister()
 
 
+def a_windows_tensor_outlives_the_other_ranks_access(rank: int, size: int) -> None:
+    comm = ncclx_rs.new_comm(
+        "ncclx", "cpu", store=fresh_store(), rank=rank, size=size, abort_process_on_timeout_or_error=False
+    )
+    store = fresh_store()
+    backend = comm.get_backend_impl().c10d
+    array = numpy.zeros(4, dtype=numpy.float32)
+    window = backend._window_register(torch.from_numpy(array))
+    with leaving_together():
+        if rank == 0:
+
+            def dropped() -> None:
+                store.set("dropped", "")
+                store.wait(["tried"])
+
+            weakref.finalize(array, dropped)
+            del array, comm, backend
+            gc.collect()
+            assert store.check(["tried"])
+        else:
+            store.wait(["dropped"])
+            try:
+                with pytest.raises(RuntimeError, match="rank 0"):
+                    backend._window_put(window, torch.ones(4), 0, 0)
+                    backend._window_flush(window, 0)
+            finally:
+                store.set("tried", "")
+
+
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("dtype", "count"), [(torch.int8, 1 << 20), (torch.bfloat16, 4), (torch.float64, 1000)])
 def test_puts_go_round_a_ring(world: World, dtype: torch.dtype, count: int, async_op: bool) -> None:
@@ -237,6 +269,11 @@ def test_a_signal_nobody_sends_is_named_in_the_timeout(world: World) -> None:
 
 def test_waiting_for_a_signal_leaves_python_to_others(world: World) -> None:
     world.run(waiting_for_a_signal_leaves_python_to_others)
+
+
+@pytest.mark.worlds(sizes=(2,))
+def test_a_windows_tensor_outlives_the_other_ranks_access(fresh_world: World) -> None:
+    fresh_world.run(a_windows_tensor_outlives_the_other_ranks_access, join=False)
 
 
 @pytest.mark.worlds(sizes=(2, 3))

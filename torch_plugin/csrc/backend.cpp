@@ -120,6 +120,23 @@ Communicator::~Communicator() {
   engine_->destroy(comm_);
 }
 
+void Communicator::add_window(uint64_t id, Window window) {
+  std::lock_guard<std::mutex> lock(windows_mutex_);
+  windows_.emplace(id, std::move(window));
+}
+
+void Communicator::remove_window(uint64_t id) {
+  decltype(windows_)::node_type removed;  // dropped after the lock: it holds a tensor
+  std::lock_guard<std::mutex> lock(windows_mutex_);
+  removed = windows_.extract(id);
+}
+
+std::optional<at::Device> Communicator::device_of_window(uint64_t id) {
+  std::lock_guard<std::mutex> lock(windows_mutex_);
+  const auto found = windows_.find(id);
+  return found == windows_.end() ? std::nullopt : found->second.device;
+}
+
 void Communicator::watch(const std::shared_ptr<GroupState>& group) {
   struct LossCallback {
     std::weak_ptr<GroupState> group;
@@ -714,12 +731,10 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   const WithoutGil released;
   // The old generation ends before the new one begins. The errors of its operations are no failure of the group.
   group_->pause();
-  if (const auto old = exchange_comm(nullptr)) engine_->abort(old->get(), "the process group was reconfigured");
-  group_->wait_for_all();
   {
-    std::map<uint64_t, Window> lent;  // dropped without the lock
-    std::lock_guard<std::mutex> lock(windows_mutex_);
-    lent.swap(windows_);
+    const auto old = exchange_comm(nullptr);  // with the tensors of its windows
+    if (old) engine_->abort(old->get(), "the process group was reconfigured");
+    group_->wait_for_all();
   }
   auto comm = std::make_shared<Communicator>(engine_, store, rank, size, name_, timeout, hints);
   engine_->set_timeout(comm->get(), limit().count());  // `timeout` was that of joining

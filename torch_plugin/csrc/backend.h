@@ -68,10 +68,23 @@ class Communicator {
   // Makes the group record a lost rank, also while no operation is in flight.
   void watch(const std::shared_ptr<GroupState>& group);
 
+  // A registered window: the tensor, if it owns it, and its CUDA device, if it is on one.
+  struct Window {
+    at::Tensor tensor;
+    std::optional<at::Device> device;
+  };
+  void add_window(uint64_t id, Window window);
+  void remove_window(uint64_t id);
+  // The CUDA device in whose memory it lies, if it is one.
+  std::optional<at::Device> device_of_window(uint64_t id);
+
  private:
   const NcclxEngine* engine_;
   NcclxComm* comm_ = nullptr;
   std::atomic<uint32_t> monitored_barriers_{0};
+  std::mutex windows_mutex_;
+  // The open ones. They are dropped after the engine's communicator, until whose end other ranks may write their tensors.
+  std::map<uint64_t, Window> windows_;
 };
 
 // What a group takes over of its parent's communicator of a vendor's library, until it does.
@@ -226,11 +239,13 @@ class NcclxBackend : public c10d::Backend {
   // As c10d's, but to wait for one on a device does not block the thread.
   WorkPtr barrier_in_order(bool async, Milliseconds timeout);
 
+  std::shared_ptr<Communicator> comm_or_none() const;
+  // The communicator; throws if the group has no members yet.
+  std::shared_ptr<Communicator> comm() const;
+
   // Windows by the engine's ids. Without `owning`, the caller keeps the tensor until the window is deregistered.
   uint64_t register_window(const at::Tensor& tensor, bool owning);
   void deregister_window(uint64_t window);
-  // The CUDA device in whose memory it lies, if it is one.
-  std::optional<at::Device> device_of_window(uint64_t window);
   // Windows of CUDA tensors come and go by calls of the host, which no graph repeats.
   void refuse_captures(const char* operation, std::optional<at::Device> device);
   void fence_window(uint64_t window);
@@ -284,19 +299,11 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
   static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
-  // A registered window: the tensor, if it owns it, and its CUDA device, if it is on one.
-  struct Window {
-    at::Tensor tensor;
-    std::optional<at::Device> device;
-  };
   // A group of some ranks of this one, with this store of their own.
   c10::intrusive_ptr<Backend> join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
                                    int rank, int size, Part* part);
   // The timeout of operations, or -1 for the engine's configuration.
   Milliseconds limit() const;
-  std::shared_ptr<Communicator> comm_or_none() const;
-  // The communicator; throws if the group has no members yet.
-  std::shared_ptr<Communicator> comm() const;
   std::shared_ptr<Communicator> exchange_comm(std::shared_ptr<Communicator> comm);
 
   const NcclxEngine* engine_;
@@ -319,8 +326,6 @@ class NcclxBackend : public c10d::Backend {
   std::atomic<bool> has_device_collectives_{false};
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;
-  std::mutex windows_mutex_;
-  std::map<uint64_t, Window> windows_;  // the open ones
 };
 
 }  // namespace ncclx

@@ -24,33 +24,23 @@ uint64_t NcclxBackend::register_window(const at::Tensor& tensor, bool owning) {
   refuse_captures("window_register", device);
   Operands operands("window_register", written, device.value_or(at::kCPU));
   operands.lend(tensor, "tensor");
+  const auto comm = this->comm();
   uint64_t window = 0;
   NcclxError error;
-  const int32_t status = engine_->window_register(comm()->get(), operands.outputs().data(), &window, &error);
+  const int32_t status = engine_->window_register(comm->get(), operands.outputs().data(), &window, &error);
   if (status != NCCLX_OK) raise(status, error.text);
-  Window made{owning ? tensor : at::Tensor(), device};  // copied without the lock: its object takes Python's lock
-  {
-    std::lock_guard<std::mutex> lock(windows_mutex_);
-    windows_.emplace(window, std::move(made));
-  }
+  comm->add_window(window, {owning ? tensor : at::Tensor(), device});
   // What is on this stream before, such as what fills the tensor, comes before other ranks' accesses that follow on theirs.
   if (device) barrier_on(device, false, c10d::kUnsetTimeout, StreamWork::Waits::Stream);
   return window;
 }
 
 void NcclxBackend::deregister_window(uint64_t window) {
-  refuse_captures("window_deregister", device_of_window(window));
+  const auto comm = this->comm();
+  refuse_captures("window_deregister", comm->device_of_window(window));
   NcclxError error;
-  const int32_t status = engine_->window_deregister(comm()->get(), window, &error);
-  Window kept;  // dropped without the lock
-  {
-    std::lock_guard<std::mutex> lock(windows_mutex_);
-    const auto found = windows_.find(window);
-    if (found != windows_.end()) {
-      kept = std::move(found->second);
-      windows_.erase(found);
-    }
-  }
+  const int32_t status = engine_->window_deregister(comm->get(), window, &error);
+  comm->remove_window(window);
   if (status != NCCLX_OK) raise(status, error.text);
 }
 
@@ -82,12 +72,6 @@ std::string NcclxBackend::window_get_path(uint64_t window, int64_t rank) {
   return {name, bytes};
 }
 
-std::optional<at::Device> NcclxBackend::device_of_window(uint64_t window) {
-  std::lock_guard<std::mutex> lock(windows_mutex_);
-  const auto found = windows_.find(window);
-  return found == windows_.end() ? std::nullopt : found->second.device;
-}
-
 WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::optional<at::Tensor>& tensor, int peer,
                                     int64_t offset, bool async, Milliseconds timeout) {
   const char* title = kind == NCCLX_PUT          ? "ncclx_rs:put"
@@ -103,7 +87,7 @@ WorkPtr NcclxBackend::access_window(NcclxKind kind, uint64_t window, const std::
                          .title = title,
                          .type = OpType::UNKNOWN, .timeout = timeout, .async = async, .results = tensors,
                          .profiled = tensors, .peer = peer, .window = window, .offset = static_cast<uint64_t>(offset),
-                         .device = device_of_window(window),
+                         .device = comm()->device_of_window(window),
                          .fill = [&](Operands& o, size_t) {
                            if (tensor) kind == NCCLX_GET ? o.output(*tensor, "tensor") : o.input(*tensor, "tensor");
                          }});
@@ -134,6 +118,7 @@ class NcclxWindow : public c10d::Window {
 
   void tensor_register(const at::Tensor& tensor, bool owning = true) override {
     TORCH_CHECK(!id_, "ncclx_rs: window_register: Double registration error: the window has a tensor already");
+    comm_ = backend_->comm_or_none();
     id_ = backend_->register_window(tensor, owning);
     // Without ownership, the view does not keep the memory alive.
     tensor_ = owning ? tensor : at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options());
@@ -141,12 +126,14 @@ class NcclxWindow : public c10d::Window {
 
   void tensor_deregister() override {
     TORCH_CHECK(id_, "ncclx_rs: window_deregister: Double deregistration error: the window has no tensor");
+    const auto comm = comm_.lock();
     // First, as the window stays then.
-    backend_->refuse_captures("window_deregister", backend_->device_of_window(*id_));
+    if (comm) backend_->refuse_captures("window_deregister", comm->device_of_window(*id_));
     const uint64_t id = *id_;
     id_.reset();
     tensor_.reset();
-    backend_->deregister_window(id);
+    // One of former members has ended with them.
+    if (comm && comm == backend_->comm_or_none()) backend_->deregister_window(id);
   }
 
   WorkPtr put(const at::Tensor& tensor, int64_t dst, int64_t offset, bool async,
@@ -188,10 +175,15 @@ class NcclxWindow : public c10d::Window {
  private:
   uint64_t id() const {
     TORCH_CHECK(id_, "ncclx_rs: the window has no tensor: call tensor_register first");
+    const auto comm = comm_.lock();
+    TORCH_CHECK(comm && comm == backend_->comm_or_none(),
+                "ncclx_rs: the window has ended, since the members of its process group have changed: call tensor_deregister, "
+                "then tensor_register");
     return *id_;
   }
 
   c10::intrusive_ptr<NcclxBackend> backend_;
+  std::weak_ptr<Communicator> comm_;  // whose window it is: others have windows of the same number
   std::optional<uint64_t> id_;
   at::Tensor tensor_;
 };
