@@ -196,6 +196,14 @@ def pytorchs_window_is_one_of_ours(rank: int, size: int) -> None:
             assert torch.equal(local[before * count : (before + 1) * count], torch.full((count,), float(before)))
         with pytest.raises(ValueError, match="exceeds the window size"):
             window.put(value, after, count * size, False)
+        for access, arguments, wrong in (  # numbers that would be good ones of fewer bits
+            (window.put, (value, after + 2**32, 0), "`dst`"),
+            (window.put, (value, after, 2**62), "`offset`"),
+            (window.signal, (after - 2**32,), "`dst`"),
+            (window.wait_signal, (before + 2**32,), "`src`"),
+        ):
+            with pytest.raises(ValueError, match=wrong):
+                access(*arguments, False)
         mine = window.get_attr(rank).access_type
         if size > 1:
             assert window.get_attr(after).access_type != mine

@@ -139,16 +139,19 @@ class NcclxWindow : public c10d::Window {
   WorkPtr put(const at::Tensor& tensor, int64_t dst, int64_t offset, bool async,
               const c10d::PutOptions& opts = {}) override {
     if (!tensor.is_contiguous()) refuse("put", "tensor", "a contiguous tensor", "one of other strides");
-    return backend_->access_window(NCCLX_PUT, id(), tensor, static_cast<int>(dst), offset * tensor.element_size(), async,
-                                   opts.timeout);
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(offset, tensor.element_size(), &bytes)) {
+      refuse("put", "offset", "a number of bytes within 64 bits", std::to_string(offset) + " elements");
+    }
+    return backend_->access_window(NCCLX_PUT, id(), tensor, checked("put", "dst", dst), bytes, async, opts.timeout);
   }
 
   WorkPtr signal(int64_t peer, bool async, const c10d::SignalOptions& opts = {}) override {
-    return backend_->access_window(NCCLX_SIGNAL, id(), std::nullopt, static_cast<int>(peer), 0, async, opts.timeout);
+    return backend_->access_window(NCCLX_SIGNAL, id(), std::nullopt, checked("signal", "dst", peer), 0, async, opts.timeout);
   }
 
   WorkPtr wait_signal(int64_t peer, bool async, const c10d::WaitSignalOptions& opts = {}) override {
-    return backend_->access_window(NCCLX_WAIT_SIGNAL, id(), std::nullopt, static_cast<int>(peer), 0, async,
+    return backend_->access_window(NCCLX_WAIT_SIGNAL, id(), std::nullopt, checked("wait_signal", "src", peer), 0, async,
                                    opts.timeout);
   }
 
@@ -180,6 +183,15 @@ class NcclxWindow : public c10d::Window {
                 "ncclx_rs: the window has ended, since the members of its process group have changed: call tensor_deregister, "
                 "then tensor_register");
     return *id_;
+  }
+
+  // A rank as the engine's shorter number.
+  int checked(const char* operation, const char* argument, int64_t rank) const {
+    const int size = backend_->getSize();
+    if (rank < 0 || rank >= size) {
+      refuse(operation, argument, "a rank in [0, " + std::to_string(size) + ")", std::to_string(rank));
+    }
+    return static_cast<int>(rank);
   }
 
   c10::intrusive_ptr<NcclxBackend> backend_;
