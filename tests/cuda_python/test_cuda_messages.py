@@ -200,6 +200,22 @@ def refusals(rank: int, size: int) -> None:
     group._start_coalescing(here())
     with pytest.raises(ValueError, match=r"tensor.*expanded"):
         group.recv([torch.ones(1, device="cuda").expand(5)], (rank + 1) % size, 0)
+    with pytest.raises(ValueError, match="the block has ended already"):
+        group._end_coalescing(here())
+    # So does one on tensors elsewhere.
+    device, host = torch.ones(4, device="cuda"), torch.ones(4)
+    for begin, other in (
+        (lambda: group.send([device], 0, 0), host),
+        (lambda: group.allreduce([device]), host),
+        (lambda: group.allreduce([host]), device),
+    ):
+        group._start_coalescing(here())
+        begin()
+        with pytest.raises(ValueError, match="some on the CPU and some on a CUDA device"):
+            group.allreduce([other])
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert total.tolist() == [float(size)] * 4
     # The block is over. What comes next is sent at once.
     after, before = (rank + 1) % size, (rank - 1) % size
     # As a batch: a pair's first message waits for the peer's, and all ranks of a ring would.

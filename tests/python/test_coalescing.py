@@ -104,6 +104,21 @@ def an_exception_leaves_nothing_behind(rank: int, size: int) -> None:
     different_operations_coalesce(rank, size)
 
 
+def a_refused_call_ends_its_block(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    group._start_coalescing(CPU)
+    dist.broadcast(torch.ones(3), src=0)
+    with pytest.raises(ValueError, match="expanded"):
+        dist.all_reduce(torch.ones(1).expand(3))
+    total = torch.ones(3)
+    work = group.allreduce([total])
+    with pytest.raises(ValueError, match="the block has ended already, by the error of one of its calls"):
+        group._end_coalescing(CPU)
+    work.wait()
+    assert total.tolist() == [float(size)] * 3
+    different_operations_coalesce(rank, size)
+
+
 @pytest.mark.parametrize("async_ops", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["without_device", "with_device"])
 @pytest.mark.parametrize("check", [all_reduces_coalesce, gathers_and_scatters_coalesce], ids=lambda c: c.__name__)
@@ -113,7 +128,13 @@ def test_one_kind_coalesces(world: World, check, device, async_ops) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [different_operations_coalesce, nothing_coalesces, coalesced_lists_reduce, an_exception_leaves_nothing_behind],
+    [
+        different_operations_coalesce,
+        nothing_coalesces,
+        coalesced_lists_reduce,
+        an_exception_leaves_nothing_behind,
+        a_refused_call_ends_its_block,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_coalescing(world: World, check) -> None:

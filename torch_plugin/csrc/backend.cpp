@@ -224,7 +224,18 @@ WorkPtr NcclxBackend::launch(Call&& call) {
     std::lock_guard<std::mutex> lock(batch_mutex_);
     return batch_;
   }();
-  if (const auto device = device_of(call)) return launch_on(*device, std::move(call), batch);
+  try {
+    const auto device = device_of(call);
+    return device ? launch_on(*device, std::move(call), batch) : launch_on_host(std::move(call), batch);
+  } catch (...) {
+    // The program will not come to the end of the block, and what it calls later is not of it.
+    std::lock_guard<std::mutex> lock(batch_mutex_);
+    if (batch_ == batch) batch_.reset();
+    throw;
+  }
+}
+
+WorkPtr NcclxBackend::launch_on_host(Call&& call, const std::shared_ptr<Batch>& batch) {
   if (batch && batch->is_on_device()) refuse_mixed(call.operation);
   if (batch && is_collective(call.kind)) wait_for_operands(*batch, call.profiled, call.results);
   const bool blocking = !call.async && !batch;
@@ -664,10 +675,11 @@ void NcclxBackend::startCoalescing() { exchange_batch(std::make_shared<Batch>())
 
 WorkPtr NcclxBackend::endCoalescing() {
   const auto batch = exchange_batch(nullptr);
-  if (batch && batch->is_on_device()) return end_of(*batch);
+  if (!batch) raise(NCCLX_USAGE, "end_coalescing: the block has ended already, by the error of one of its calls");
+  if (batch->is_on_device()) return end_of(*batch);
   auto work =
       c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), OpType::COALESCED, nullptr, std::nullopt, Tensors{});
-  if (batch) work->add(*batch);
+  work->add(*batch);
   work->follow();
   return work;
 }

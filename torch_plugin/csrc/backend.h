@@ -281,6 +281,7 @@ class NcclxBackend : public c10d::Backend {
   // The arguments of an operation; `launch` submits `count` operations of them as one work.
   struct Call;
   WorkPtr launch(Call&& call);
+  WorkPtr launch_on_host(Call&& call, const std::shared_ptr<Batch>& batch);
   WorkPtr launch_on(at::Device device, Call&& call, const std::shared_ptr<Batch>& batch);
   // Adds a message on a device to a batch, whose end submits it.
   WorkPtr record(at::Device device, Call&& call, Batch& batch);

@@ -144,26 +144,20 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
 }
 
 WorkPtr NcclxBackend::record(at::Device device, Call&& call, Batch& batch) {
-  try {
-    const auto streams = streams_on(device, call.operation);
-    const c10::Stream stream = streams->joint();
-    DeviceStreams::order(streams->current(), stream);
-    const c10::StreamGuard on_stream(stream);
-    Messages& messages = batch.messages();
-    Operands& operands = messages.operands.emplace_back(call.operation, messages.written, device);
-    call.fill(operands, 0);
-    NcclxOp op = operation(call, operands);
-    op.device = number_of(device);
-    op.stream = reinterpret_cast<uint64_t>(stream.native_handle());
-    auto work = c10::make_intrusive<MessageWork>(getRank(), call.type, std::move(call.results));
-    messages.ops.push_back(op);
-    messages.works.push_back(work);
-    return work;
-  } catch (...) {
-    // The program will not come to the end of the block, and what it sends later must not wait for that.
-    exchange_batch(nullptr);
-    throw;
-  }
+  const auto streams = streams_on(device, call.operation);
+  const c10::Stream stream = streams->joint();
+  DeviceStreams::order(streams->current(), stream);
+  const c10::StreamGuard on_stream(stream);
+  Messages& messages = batch.messages();
+  Operands& operands = messages.operands.emplace_back(call.operation, messages.written, device);
+  call.fill(operands, 0);
+  NcclxOp op = operation(call, operands);
+  op.device = number_of(device);
+  op.stream = reinterpret_cast<uint64_t>(stream.native_handle());
+  auto work = c10::make_intrusive<MessageWork>(getRank(), call.type, std::move(call.results));
+  messages.ops.push_back(op);
+  messages.works.push_back(work);
+  return work;
 }
 
 WorkPtr NcclxBackend::end_of(Batch& batch) {
