@@ -502,6 +502,15 @@ def wrong_calls_are_refused_and_change_nothing(rank: int, size: int) -> None:
             assert tensor.tolist() == [float(size)] * 3
 
 
+def numbers_below_zero_are_no_place_in_a_world(rank: int, size: int) -> None:
+    for place, text in (
+        ({"rank": -1, "size": 2}, r"`rank`: expected a rank in \[0, 2\), got -1"),
+        ({"rank": 0, "size": -2}, "`size`: expected a number of at least 1, got -2"),
+    ):
+        with pytest.raises(ValueError, match=rf"communicator `tested`: argument {text}"):
+            ncclx_rs.new_comm("ncclx", "cpu", "tested", store=dist.HashStore(), timeout=5, **place)
+
+
 def a_finalized_communicator_refuses_everything(rank: int, size: int) -> None:
     comm = ncclx_rs.new_comm("ncclx", "cpu", store=fresh_store(), rank=rank, size=size)
     comm.barrier(False)
@@ -952,6 +961,7 @@ CHECKS = [
     tensors_of_the_allocator_are_communicated,
     wrong_splits_are_refused,
     wrong_calls_are_refused_and_change_nothing,
+    numbers_below_zero_are_no_place_in_a_world,
     a_finalized_communicator_refuses_everything,
     it_says_what_it_is,
     hooks_see_every_operation,

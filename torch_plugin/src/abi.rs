@@ -248,11 +248,13 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
         let hints: Vec<String> = hints.iter().map(|text| unsafe { string(*text) }).collect();
         let hints: Vec<_> = hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect();
         logging::warn_of_unknown(&hints).map_err(|error| (Status::Usage, error))?;
+        // SAFETY: a string that lives for the call.
+        let name = unsafe { string(init.name) };
+        let (rank, size) = convert::place(&name, init.rank, init.size).map_err(|error| failure(&error.into()))?;
         let options = CommOptions {
-            // SAFETY: a string that lives for the call.
-            name: unsafe { string(init.name) },
-            rank: Rank(init.rank.unsigned_abs()),
-            size: init.size.unsigned_abs() as usize,
+            name,
+            rank,
+            size,
             store: Arc::new(ShimStore(init.store)),
             timeout: duration(init.timeout_ms),
             hints,

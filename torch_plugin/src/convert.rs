@@ -47,6 +47,19 @@ fn misuse(argument: &'static str, expected: &str, got: impl ToString) -> UsageEr
     UsageError { operation: "submit".to_owned(), argument, expected: expected.to_owned(), got: got.to_string() }
 }
 
+/// A communicator's rank and size. Whether the one is below the other is for the engine to check.
+pub(crate) fn place(comm: &str, rank: i32, size: i32) -> Result<(Rank, usize), UsageError> {
+    let misuse = |argument, expected: String, got: i32| UsageError {
+        operation: format!("communicator `{comm}`"),
+        argument,
+        expected,
+        got: got.to_string(),
+    };
+    let length = usize::try_from(size).map_err(|_| misuse("size", "a number of at least 1".to_owned(), size))?;
+    let rank = u32::try_from(rank).map_err(|_| misuse("rank", format!("a rank in [0, {size})"), rank))?;
+    Ok((Rank(rank), length))
+}
+
 /// The element type at `code` in the engine's list.
 pub(crate) fn dtype(code: i32) -> Result<DType, UsageError> {
     let found = usize::try_from(code).ok().and_then(|code| DType::ALL.get(code));
