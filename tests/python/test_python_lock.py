@@ -188,6 +188,64 @@ def test_an_entry_is_called_with_pythons_lock(tmp_path: Path) -> None:
     assert code == 0 and "all" in output.splitlines(), output
 
 
+# Another thread waits for Python's lock, and gets it when this one lets it go, which nothing but the drop does.
+DROPPED = """
+import ctypes, sys, threading, time
+import ncclx_rs, torch
+
+sys.setswitchinterval(1e6)  # no other thread is let in between two instructions
+holding = ctypes.PyDLL(None)  # whose functions are called with Python's lock
+waits, came = threading.Semaphore(0), []
+
+
+def other():
+    while True:
+        waits.acquire()
+        came.append(1)
+
+
+def is_let_in(drop):
+    waits.release()
+    holding.usleep(1000)
+    before = len(came)
+    drop()
+    is_in = len(came) > before
+    time.sleep(0.001)
+    return is_in
+
+
+threading.Thread(target=other, daemon=True).start()
+kept = []
+assert not any(is_let_in(kept.clear) for _ in range(100))
+
+
+def transport():
+    made = ncclx_rs.RdmaTransport()
+    made.bind()
+    return made._connection
+
+
+def memory():
+    made = ncclx_rs.RdmaMemory(torch.zeros(4))
+    made.to_remote_buffer()
+    return made._registration
+
+
+for make in (transport, memory):
+    times = 0
+    for _ in range(100):
+        kept.append(make())
+        times += is_let_in(kept.clear)
+    assert times > 0, make
+print("all")
+"""
+
+
+def test_transports_and_their_memory_are_dropped_without_pythons_lock(tmp_path: Path) -> None:
+    ((code, output),) = run_ranks(DROPPED, 1, tmp_path)
+    assert code == 0 and "all" in output.splitlines(), output
+
+
 def errors_are_polled_while_a_rank_dies(rank: int, size: int) -> None:
     join(timeout=300)
     if not hasattr(backend(), "get_error"):

@@ -67,6 +67,13 @@ impl RdmaRegistration {
     }
 }
 
+impl Drop for RdmaRegistration {
+    fn drop(&mut self) {
+        // Without Python's lock: it waits for accesses under way.
+        Python::attach(|py| py.detach(|| self.memory.deregister()));
+    }
+}
+
 /// A run of bytes of an operation: the registration, the offset and length there, and the remote address, length and key.
 type RawSpan<'py> = (Bound<'py, RdmaRegistration>, usize, usize, u64, usize, String);
 
@@ -133,6 +140,13 @@ impl RdmaConnection {
     /// Ends what is in flight, and both connections.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.transport.close());
+    }
+}
+
+impl Drop for RdmaConnection {
+    fn drop(&mut self) {
+        // Without Python's lock: it waits for threads to end.
+        Python::attach(|py| py.detach(|| self.transport.close()));
     }
 }
 
