@@ -40,7 +40,8 @@ void NcclxBackend::deregister_window(uint64_t window) {
   refuse_captures("window_deregister", comm->device_of_window(window));
   NcclxError error;
   const int32_t status = engine_->window_deregister(comm->get(), window, &error);
-  comm->remove_window(window);
+  // After an error, accesses may still be in flight on a device: its memory stays until the communicator ends.
+  if (status == NCCLX_OK || !comm->device_of_window(window)) comm->remove_window(window);
   if (status != NCCLX_OK) raise(status, error.text);
 }
 
