@@ -511,7 +511,7 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
     let size = world.size();
     match collective {
         Collective::AllReduce { count } => {
-            let chunk = setting.chunk(*count);
+            let chunk = setting.chunk_to_fold(setting.element, *count, size - 1);
             load(builder, setting, input(*count), output(*count));
             let stripes = pieces(output(*count), size);
             direct_reduce_scatter(builder, setting, &stripes, stripes[me], chunk);
@@ -526,7 +526,8 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
                 Scaling::Inputs => loaded_blocks(builder, setting, counts),
                 _ => blocks(input(counts.total()), counts),
             };
-            direct_reduce_scatter(builder, setting, &own, output(counts[me]), setting.chunk(counts.total()));
+            let chunk = setting.chunk_to_fold(setting.element, counts.total(), size - 1);
+            direct_reduce_scatter(builder, setting, &own, output(counts[me]), chunk);
         }
         Collective::AllToAll { send, recv } => {
             let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));

@@ -7,6 +7,7 @@ use smallvec::smallvec;
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
+use crate::engine::driver::Driver;
 use crate::engine::region::{Region, Words};
 use crate::engine::remote_reads::Remote;
 use crate::error::{Error, UsageError};
@@ -91,12 +92,15 @@ impl Communicator {
                 .ok_or_else(|| check::unknown_window(DEREGISTER, window).into()),
         });
         known?;
-        self.driver.drive_until(|driver| driver.with_engine(|engine| !engine.windows.accesses_parts(window)), None);
+        let is_left = |driver: &Driver| driver.with_engine(|engine| !engine.windows.accesses_parts(window));
+        self.driver.drive_until(is_left, None);
         let settled = self.device.settle_window(window, self.timeout());
         let told = self.exchange(CollectiveKind::WindowDeregister, vec![u64::from(settled.is_err())]);
         self.driver.with_engine(|engine| engine.conceal(window));
         self.device.conceal_window(window);
         self.driver.flush_finished();
+        // Copies that other threads have begun meanwhile. There are no new ones.
+        self.driver.drive_until(is_left, None);
         let unsettled = told.and_then(|told| self.window_barrier(CollectiveKind::WindowDeregister).map(|()| told))?;
         settled?;
         match unsettled.iter().position(|is_unsettled| *is_unsettled != 0) {

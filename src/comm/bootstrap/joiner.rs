@@ -56,10 +56,11 @@ pub(super) fn join_root(
     let at = context.groups.listener_of(context.rank);
     let without_leader = &JoinContext { groups: Groups::one(context.groups.size), ..*context };
     let doubted_until = Instant::now() + (context.config.connect_timeout / FIRST_LOOK).min(DOUBT);
-    let mut unreached = None;
+    let mut unreached: Option<([u8; 16], InitError)> = None;
     loop {
+        let comm_id = unreached.as_ref().map(|(comm_id, _)| *comm_id);
         let (found_at, build, root) = find(context, unreached.take(), doubted_until).inspect_err(|error| {
-            leader::say_why(context, RootRecord::Ended { comm_id: None, failure: JoinFailure::of(error) });
+            leader::say_why(context, RootRecord::Ended { comm_id, failure: JoinFailure::of(error) });
         })?;
         let (comm_id, theirs) = (root.keys.comm_id, root.world_size);
         let has_leader = found_at == at;
