@@ -412,6 +412,16 @@ mod tests {
     }
 
     #[test]
+    fn the_slow_path_sends_the_same_bytes() {
+        let (mut harness, mut words) = (harness(), Words::new(vec![2]));
+        let work = in_flight(harness.engine.start_collective(sum(&mut words), false, &Harness::no_progress()));
+        harness.settle();
+        assert_eq!(harness.wire().from_engine, theirs(by_doubling(), 2));
+        harness.send(&theirs(by_doubling(), 40));
+        assert_eq!((work.result(), words.get()), (Some(Ok(())), [42].as_slice()));
+    }
+
+    #[test]
     fn a_rank_that_has_left_has_sent_its_part() {
         // The header of a rank that is busy with more than this message is not the one that is expected.
         let header = Header { is_busy: true, ..sum(&mut Words::new(vec![0])).header(0, 0, 8) };

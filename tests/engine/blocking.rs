@@ -330,3 +330,36 @@ fn a_split_that_a_rank_does_not_join_names_it() {
         }
     });
 }
+
+/// Calls a communicator when it is dropped.
+struct Asking(std::sync::Weak<Communicator>);
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        if let Some(comm) = self.0.upgrade() {
+            comm.dump("at the end of a callback");
+        }
+    }
+}
+
+#[test]
+fn what_a_callback_for_losses_owns_may_call_the_communicator_when_it_is_dropped() {
+    let options = |name: &str| CommOptions {
+        name: name.to_owned(),
+        rank: Rank(0),
+        size: 1,
+        store: Arc::new(MemoryStore::default()),
+        timeout: None,
+        hints: vec![],
+    };
+    let comm = Arc::new(Communicator::new(options("alone")).expect("a communicator"));
+    let callback = || {
+        let asking = Asking(Arc::downgrade(&comm));
+        move |_| drop(asking)
+    };
+    // By the next one, at the end, and after it.
+    comm.on_loss(callback());
+    comm.on_loss(callback());
+    comm.shutdown().expect("shutdown");
+    comm.on_loss(callback());
+}

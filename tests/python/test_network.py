@@ -249,6 +249,30 @@ def test_hostname_that_resolves_to_loopback_is_not_advertised(loopback: str, tmp
     assert "10.213.7.2" in remotes[0] and "10.213.7.1" in remotes[1], remotes
 
 
+def addresses_of_handles(rank: int, size: int, master: str) -> list[str]:
+    from ncclx_rs._reconfigure import _address
+
+    found = []
+    for known in ({"MASTER_ADDR": master}, {}, {"MASTER_ADDR": "localhost"}):
+        os.environ.pop("MASTER_ADDR", None)
+        os.environ.update(known)
+        found.append(_address.__wrapped__())
+    return found
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo has no handles")
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
+def test_handles_lead_to_their_host_though_its_name_resolves_to_loopback(loopback: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{loopback} {socket.gethostname()}\n")
+    with two_hosts(V4) as namespaces:
+        for name in namespaces:
+            ip("-n", name, "route", "add", "default", "dev", "wire0")
+        found = run_on_two_hosts(addresses_of_handles, namespaces, master(V4), hosts=hosts)
+    for own, (by_master, without, on_one_host) in zip(["10.213.7.1", "10.213.7.2"], found, strict=True):
+        assert (by_master, without, on_one_host) == (own, own, "127.0.0.1")
+
+
 def test_hostname_without_address_does_not_matter(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")

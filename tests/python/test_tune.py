@@ -37,12 +37,17 @@ def test_the_fastest_is_chosen_and_neighbours_are_one_row() -> None:
     findings = [
         finding(8, {"direct": 1.0, "ring": 2.0}),
         finding(64, {"direct": 1.5, "ring": 2.0}),
-        finding(512, {"direct": 3.0, "ring": 2.0}),
-        finding(8, {"direct": 3.0, "ring": 2.0}, ranks=8),
-        finding(8, {"direct": 2.0, "ring": 3.0}, "all_gather"),
+        finding(8 << 20, {"direct": 3.0, "ring": 2.0}),
+        finding(8 << 20, {"direct": 3.0, "ring": 2.0}, ranks=8),
+        finding(4 << 20, {"direct": 2.0, "ring": 3.0}, "all_gather"),
     ]
     expected = "all_reduce 4 64 direct, all_reduce 4 - ring, all_reduce 8 - ring, all_gather 4 - direct"
     assert tune.table(findings) == rows(expected)
+
+
+def test_what_is_much_longer_than_all_that_was_measured_is_left_to_the_engine() -> None:
+    findings = [finding(8, {"direct": 1.0, "ring": 2.0}), finding(16 << 10, {"direct": 3.0, "ring": 2.0})]
+    assert tune.table(findings) == rows("all_reduce 4 8 direct, all_reduce 4 16384 ring")
 
 
 def test_a_small_gain_is_no_reason_to_change() -> None:
@@ -50,7 +55,7 @@ def test_a_small_gain_is_no_reason_to_change() -> None:
         finding(8, {"direct": 1.00, "ring": 2.00}),
         finding(64, {"direct": 2.08, "ring": 2.00}),
         finding(512, {"direct": 2.12, "ring": 2.00}),
-        finding(4096, {"direct": 2.00, "ring": 2.00}),
+        finding(4 << 20, {"direct": 2.00, "ring": 2.00}),
     ]
     assert tune.table(findings) == rows("all_reduce 4 64 direct, all_reduce 4 - ring")
 

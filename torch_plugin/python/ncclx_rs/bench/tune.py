@@ -91,7 +91,10 @@ def run(plan: Plan, store: c10d.Store, rank: int, ranks: int, *, local_rank: int
 
 
 def table(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The rows of the file. The findings of one collective and world must be adjacent, by ascending size."""
+    """The rows of the file. The findings of one collective and world must be adjacent, by ascending size.
+
+    Beyond the largest size, its row holds if that is long; otherwise the engine's own choice does.
+    """
     rows: list[dict[str, Any]] = []
     for (collective, ranks, hosts), same in itertools.groupby(findings, _place):
         fastest: list[tuple[str, int]] = []
@@ -107,8 +110,13 @@ def table(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             _, most = list(sizes)[-1]
             place = {"collective": collective, "ranks": ranks, "hosts": hosts}
             rows.append({**place, "max_bytes": most, "algorithm": algorithm})
-        del rows[-1]["max_bytes"]
+        if fastest[-1][1] >= _LONG:
+            del rows[-1]["max_bytes"]
     return rows
+
+
+# What is fastest for so many bytes is so for more.
+_LONG = 4 << 20
 
 
 def _place(finding: Finding) -> tuple[str, int, int]:
