@@ -287,7 +287,7 @@ def test_a_part_of_a_program_runs(part: Part, tmp_path: Path) -> None:
 # Programs that are the reader's own.
 READERS = {"first.py", "program.py", "train.py"}
 # Commands of the system and of other programs, with nothing of ours in their words.
-OF_OTHERS = {".", "cargo", "export", "kubectl", "pip", "rustup"}
+OF_OTHERS = {".", "cargo", "export", "kubectl", "pip", "pkill", "rustup"}
 
 
 def looked_at(document: str, line: str) -> None:
