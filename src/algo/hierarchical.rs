@@ -75,7 +75,6 @@ impl<'a> Hosts<'a> {
 pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
     let hosts = Hosts::new(setting);
     let size = hosts.local.size();
-    let chunk = setting.chunk_of(data);
     if hosts.are_alike() {
         let chunk = setting.chunk_to_fold(setting.bytes_in(data.space), data.len, size - 1);
         let me = hosts.local.me();
@@ -85,6 +84,7 @@ pub fn all_reduce(builder: &mut Builder, setting: &Setting<'_>, data: Slice) {
         all_reduce_across(builder, &hosts.across(), setting, stripes[me], chunk);
         direct::all_gather(builder, &hosts.local, stripes[me], &stripes, chunk);
     } else {
+        let chunk = setting.chunk_of(data);
         let leaders = hosts.leaders(Rank(0));
         let leader = hosts.leader(&leaders);
         binomial::reduce(builder, &hosts.local, leader, data, chunk);

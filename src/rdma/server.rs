@@ -58,12 +58,14 @@ impl Connections {
     /// Takes the place of the oldest connection without a proof if there are as many as there may be: whoever knows the secret
     /// proves it at once. False: as many as there may be have proved themselves.
     fn make_room(&mut self) -> bool {
-        let unproved: Vec<usize> = (0..self.open.len()).filter(|at| !self.open[*at].is_proved).collect();
-        if self.open.len() - unproved.len() >= CONNECTIONS_MAX {
+        let proved = self.open.iter().filter(|open| open.is_proved).count();
+        if proved >= CONNECTIONS_MAX {
             return false;
         }
-        if unproved.len() >= UNPROVED_MAX {
-            self.open.remove(unproved[0]).wire.shut_down();
+        if self.open.len() - proved >= UNPROVED_MAX
+            && let Some(oldest) = self.open.iter().position(|open| !open.is_proved)
+        {
+            self.open.remove(oldest).wire.shut_down();
         }
         true
     }

@@ -121,7 +121,7 @@ impl Poller {
 
     /// Sleeps until a watched descriptor is ready, [`Poller::wake`] is called, or `timeout` has passed. May return early.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let timeout = timeout.map(|timeout| timespec(timeout.min(WAIT_MAX)));
+        let timeout = timeout.map(|timeout| timespec(timeout.min(SLEEP_MAX)));
         let mut woken = false;
         self.collect(timeout.as_ref(), |data| woken |= data == WAKE)?;
         if woken {
@@ -282,8 +282,8 @@ const FROM: u64 = 2;
 /// How many events are taken at a time.
 const EVENTS_MAX: usize = 64;
 
-/// The longest sleep. Linux before 5.11 knows none of more than some 24 days.
-const WAIT_MAX: Duration = Duration::from_secs(86_400);
+/// No sleep is longer. Before Linux 5.11, the system takes no more than 24 days.
+pub const SLEEP_MAX: Duration = Duration::from_secs(86_400);
 
 #[cfg(test)]
 mod tests {

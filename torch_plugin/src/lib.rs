@@ -2,9 +2,9 @@
 //!
 //! It serves every Python and PyTorch; what is made for one of them is the C++ shim in csrc/, which implements c10d's
 //! classes. `shim` loads it, and `abi` is the C boundary to it. `config` reads the settings. `allocator` has functions that
-//! PyTorch allocates device memory by, and `memory` finds that of tensors. `library` loads backends from shared libraries, `rdma` reads and writes the memory of
-//! other processes, `store` serves the rendezvous of reconfigured communicators, `simulate` runs collectives of worlds that are
-//! not here, and `logging` passes the engine's records to Python's logging.
+//! PyTorch allocates device memory by, and `memory` finds that of tensors. `library` loads backends from shared libraries, `rdma`
+//! reads and writes the memory of other processes, `store` serves the rendezvous of reconfigured communicators, `simulate` runs
+//! collectives of worlds that are not here, and `logging` passes the engine's records to Python's logging.
 
 mod abi;
 mod allocator;

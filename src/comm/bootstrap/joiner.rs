@@ -255,6 +255,7 @@ pub(super) fn find(
     let is_doubtful = |error: &InitError| {
         !matches!(error, InitError::Store { .. }) && (at != Rank(0) || context.store.keeps_values())
     };
+    let until = if at == Rank(0) { doubted_until } else { context.deadline };
     let mut pause = FIRST_REREAD;
     loop {
         let record = await_record(context, at);
@@ -268,22 +269,18 @@ pub(super) fn find(
             (Err(error), _) if is_doubtful(&error) => error,
             (found, _) => return found,
         };
-        if at == Rank(0) {
-            if Instant::now() + pause >= doubted_until {
-                return Err(error);
+        if at != Rank(0) {
+            // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not
+            // come, or has given up.
+            let root = read_record(context, Rank(0), STORE_TIMEOUT).and_then(|root| address_in(context, Rank(0), root));
+            match root {
+                Ok((_, root)) if comm_id == Some(root.keys.comm_id) => return Err(error),
+                Err(ended) if !matches!(ended, InitError::Store { .. }) => return Err(ended),
+                _ => {}
             }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(LONGEST_PAUSE);
-            continue;
         }
-        // Another communicator may have left the leader's record in the store. And a leader may be silent since rank 0 has not come,
-        // or has given up.
-        let root = read_record(context, Rank(0), STORE_TIMEOUT).and_then(|root| address_in(context, Rank(0), root));
-        match root {
-            Ok((_, root)) if comm_id == Some(root.keys.comm_id) => return Err(error),
-            Err(ended) if !matches!(ended, InitError::Store { .. }) => return Err(ended),
-            _ if Instant::now() + pause >= context.deadline => return Err(error),
-            _ => {}
+        if Instant::now() + pause >= until {
+            return Err(error);
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(LONGEST_PAUSE);

@@ -17,6 +17,7 @@ use super::groups::Groups;
 use super::protocol::{Came, HELLO, Joiner, Keys, ListenerState, Next, Relayed};
 use crate::comm::framing::{ReadBuffer, WriteBuffer};
 use crate::sync::Arc;
+use crate::sys::poller::SLEEP_MAX;
 use crate::sys::socket;
 use crate::transport::handshake::{Channel, is_passing};
 use crate::transport::tls::{Stream, Tls};
@@ -42,9 +43,6 @@ const OTHER: u64 = u64::MAX - 1;
 
 /// How many events are taken at a time.
 const EVENTS_MAX: usize = 256;
-
-/// No sleep is longer. Before Linux 5.11, the system takes no more than 24 days.
-const SLEEP_MAX: Duration = Duration::from_secs(86400);
 
 /// What has become of a rank.
 pub(super) enum Event {

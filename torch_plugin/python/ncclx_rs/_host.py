@@ -62,6 +62,15 @@ class Node:
         return any(first <= cpu <= last for first, last in self.cpus)
 
 
+def wrong_setting() -> str | None:
+    """What is wrong with an environment variable that is a setting; None if all have values that they can have."""
+    try:
+        native().descriptors_of(1)  # it reads all settings
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def nodes(root: Path = ROOT) -> list[Node]:
     """The host's NUMA nodes; none where the kernel does not know of them.
 

@@ -145,29 +145,15 @@ def _host_and_port(handle: InitHandle) -> tuple[str, int]:
 
 @functools.cache
 def _address() -> str:
-    """This host's address for other hosts: the source address of its packets to ``MASTER_ADDR``.
+    """This host's address for other hosts, as the engine advertises it.
 
-    A host's own name often resolves to a loopback address there, which leads other hosts to themselves. So that
-    counts only if ``MASTER_ADDR`` asks for it, or if there is no other.
+    A host's own name often resolves to a loopback address there, which leads other hosts to themselves. So that counts
+    only if ``MASTER_ADDR`` asks for it, or if there is no other.
     """
-    master = os.environ.get("MASTER_ADDR")
-    for target in (master, socket.gethostname(), *_ELSEWHERE):
-        if not target:
-            continue
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing
-                found = str(probe.getsockname()[0])
-        except OSError:
-            continue
-        if not _is_loopback(found) or (target == master and _is_loopback(master)):
-            return found
-    return "127.0.0.1"
-
-
-# Addresses that nobody has (RFC 5737, RFC 3849). Packets to them would leave by the way to other hosts.
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    if _is_loopback(master):
+        return "127.0.0.1" if master == "localhost" else master
+    return str(native().advertised_addresses(master)[0])
 
 
 def _is_loopback(host: str) -> bool:

@@ -246,10 +246,8 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Prints what is here; returns the exit code."""
     if not 0 < options.hosts <= options.ranks:
         made.error(f"--hosts: expected 1 to --ranks, which is {options.ranks}, got {options.hosts}")
-    try:
-        native().descriptors_of(1)  # it reads all settings
-    except ValueError as error:
-        made.error(str(error))
+    if (wrong := _host.wrong_setting()) is not None:
+        made.error(wrong)
     info = gather(options.ranks, options.hosts)
     print(json.dumps(asdict(info), indent=2) if options.json else text(info))
     return 0

@@ -54,11 +54,9 @@ def host(ranks: int) -> list[Finding]:
 
 def settings() -> Finding:
     """Whether the environment variables that are settings have values that these can have."""
-    try:
-        native().descriptors_of(1)
-    except ValueError as error:
+    if (wrong := _host.wrong_setting()) is not None:
         remedy = "correct the variable, or unset it: docs/configuration.md has the values of each"
-        return Finding("settings", Level.PROBLEM, str(error), remedy)
+        return Finding("settings", Level.PROBLEM, wrong, remedy)
     return Finding("settings", Level.OK, "the environment has no invalid ones")
 
 
