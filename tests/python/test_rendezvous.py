@@ -212,6 +212,19 @@ def who_failed_alone_meets_the_others(rank: int, size: int, options: dict[str, A
         assert comm.get_name() == options.get("name", "comm0")
 
 
+def those_who_made_a_mistake_one_after_another_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
+    store = fresh_store()
+    for at_fault in reversed(range(size)):
+        if rank == at_fault:
+            with pytest.raises(ValueError, match="transport is `pigeon`"):
+                ncclx_rs.new_comm(
+                    "ncclx", "cpu", rank=rank, size=size, store=store, hints={"transport": "pigeon"}, **options
+                )
+        meet()
+    with communicator(rank, size, store=store, **options) as comm:
+        assert comm.get_name() == options.get("name", "comm0")
+
+
 def those_who_failed_together_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
     store = fresh_store()
     for _ in range(3):
@@ -249,7 +262,13 @@ def test_one_name_serves_communicators_one_after_another(world: World, options: 
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 @pytest.mark.parametrize("options", [{}, {"name": "named"}], ids=str)
 @pytest.mark.parametrize(
-    "check", [who_failed_alone_meets_the_others, those_who_failed_together_meet_anew], ids=lambda c: c.__name__
+    "check",
+    [
+        who_failed_alone_meets_the_others,
+        those_who_made_a_mistake_one_after_another_meet_anew,
+        those_who_failed_together_meet_anew,
+    ],
+    ids=lambda c: c.__name__,
 )
 def test_who_failed_tries_again(world: World, check, options: dict[str, Any]) -> None:
     world.run(check, options, join=False)

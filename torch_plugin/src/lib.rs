@@ -36,6 +36,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     vendor::look_for_ucx(module.py())?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(config::settings, module)?)?;
+    module.add_function(wrap_pyfunction!(config::check_settings, module)?)?;
     module.add_function(wrap_pyfunction!(launch_rank_and_size, module)?)?;
     module.add_function(wrap_pyfunction!(pytorch_recorder, module)?)?;
     module.add_function(wrap_pyfunction!(algorithms, module)?)?;

@@ -52,10 +52,16 @@ class C10dBackend(TorchCommBackend):
         self._part: Any = None
 
     def check(self, device: torch.device, hints: Mapping[str, str]) -> None:
-        """Raises ValueError if the backend is this package's and does not serve the device, or not with these hints."""
+        """Raises ValueError if the backend is this package's and does not serve the device, or not with these hints.
+
+        What is told here has not failed on the other ranks, which may meet while this one makes up for it.
+        """
         if self._library is not None:
             _vendor.check(self._backend_name, self._library, device, hints)
-        if self._make is not _make_ncclx or device.type == "cpu" or _vendor.is_pytorchs(self._library, hints):
+        if self._make is not _make_ncclx or _vendor.is_pytorchs(self._library, hints):
+            return
+        native().check_settings(list(self._engine_hints(hints).items()))
+        if device.type == "cpu":
             return
         if (lacking := _lacking_for(device)) is not None:
             served = "the CPU, which alone is served here" if self._library is None else "a CUDA device of this host"
@@ -70,10 +76,13 @@ class C10dBackend(TorchCommBackend):
         if not options.enable_reconfigure:
             self.c10d = self._make_on_device(options)
 
+    def _engine_hints(self, hints: Mapping[str, str]) -> dict[str, str]:
+        return dict(hints) if self._library is None else _vendor.engine_hints(self._library, hints)
+
     def _make_on_device(self, options: CommOptions) -> Any:
-        if self._library is not None and self._make is _make_ncclx:
+        if self._make is _make_ncclx:
             options = copy.copy(options)
-            options.hints = _vendor.engine_hints(self._library, options.hints)
+            options.hints = self._engine_hints(options.hints)
         made = self._make(options)
         if self._part is not None:
             made._inherit(self._part)

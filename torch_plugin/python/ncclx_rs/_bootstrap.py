@@ -74,7 +74,8 @@ def meeting(
 
     Communicators of one name in one store have numbers, which their ranks agree on if each has made as many there. One
     that has not come about has used its number up if rank 0 had begun: it has failed on all ranks, and what it has left
-    in the store is not for the next. Otherwise the next has the same number, under which others may still wait.
+    in the store is not for the next. Otherwise the next has the same number, under which others may still wait. So what
+    a rank can find wrong by itself it tells before: all ranks may have made the mistake, and rank 0 later than others.
 
     Args:
         name: the communicator's name; empty for a default.

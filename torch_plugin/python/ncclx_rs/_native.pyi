@@ -154,6 +154,7 @@ def vendor_library(name: str, packages: list[str]) -> tuple[pathlib.Path, str, l
 def write_dumps(folder: str | os.PathLike[str], reason: str) -> list[pathlib.Path]:
     """Writes the flight recorders of this process's communicators to a folder; returns the files' names."""
 
+def check_settings(hints: list[tuple[str, str]]) -> None: ...
 def pytorch_recorder(hints: list[tuple[str, str]]) -> bool:
     """Whether PyTorch's own flight recorder should record a process group with these hints."""
 

@@ -84,8 +84,12 @@ def check(backend: str, library: str, device: torch.device, hints: Mapping[str, 
             f"{where} `hints`: expected engine={library}, or none, with the backend {backend}, got {engine!r}; the "
             'backend "ncclx" takes any'
         )
-    if implementation == "torch" and (lacking := _lacking_in_pytorch(library)):
-        raise ValueError(f"{where} `hints`: {IMPLEMENTATION}=torch takes a PyTorch with {library.upper()}: {lacking}")
+    if implementation == "torch":
+        if lacking := _lacking_in_pytorch(library):
+            raise ValueError(
+                f"{where} `hints`: {IMPLEMENTATION}=torch takes a PyTorch with {library.upper()}: {lacking}"
+            )
+        _fields(hints)
 
 
 def _lacking_in_pytorch(library: str) -> str | None:
@@ -109,6 +113,22 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "CTAPolicy": ("cta_policy", int),
     "nvlsCTAs": ("nvls_ctas", int),
 }
+
+
+def _fields(hints: Mapping[str, str]) -> dict[str, Any]:
+    """The values of PyTorch's fields, by hint."""
+    made = {}
+    for hint in hints.keys() & _FIELDS.keys():
+        _, kind = _FIELDS[hint]
+        try:
+            made[hint] = kind(hints[hint])
+        except ValueError:
+            raise ValueError(
+                f"ncclx_rs: new_comm: argument `hints`: expected a whole number as {hint}, got {hints[hint]!r}"
+            ) from None
+    return made
+
+
 # Those that mean nothing to the engine: its communicators never block, and have names of their own.
 _NOT_THE_ENGINES = {"blocking", "commName"}
 
@@ -139,10 +159,7 @@ def make_process_group(device: torch.device, options: CommOptions) -> Any:
 
     Args:
         device: its CUDA device.
-        options: those of the communicator.
-
-    Raises:
-        ValueError: a hint has no valid value.
+        options: those of the communicator, with hints that `check` has seen.
     """
     made: Any = cast(Any, dist).ProcessGroupNCCL.Options()
     made._timeout = options.timeout
@@ -150,18 +167,12 @@ def make_process_group(device: torch.device, options: CommOptions) -> Any:
     made.group_name = options.name
     made.global_ranks_in_group = list(range(options.size))
     config = made.config
-    for hint in options.hints.keys() & _FIELDS.keys():
-        field, kind = _FIELDS[hint]
-        if not hasattr(config, field):
+    for hint, value in _fields(options.hints).items():
+        field, _ = _FIELDS[hint]
+        if hasattr(config, field):
+            setattr(config, field, value)
+        else:
             warn_of_hints("new_comm", [hint], f"PyTorch {torch.__version__}")
-            continue
-        try:
-            setattr(config, field, kind(options.hints[hint]))
-        except ValueError:
-            got = options.hints[hint]
-            raise ValueError(
-                f"ncclx_rs: new_comm: argument `hints`: expected a whole number as {hint}, got {got!r}"
-            ) from None
     warn_of_hints("new_comm", options.hints.keys() - _FIELDS.keys() - _OTHER_HINTS, "PyTorch's ProcessGroupNCCL")
     group = cast(Any, dist).ProcessGroupNCCL(options.store, options.rank, options.size, made)
     index = torch.cuda.current_device() if device.index is None else device.index
