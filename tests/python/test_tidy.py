@@ -26,9 +26,9 @@ FLOORS = [
     """_alone _batch _debug_server _dump _hooks _library _metrics _pytorch_recorder _vendor
     bench.link bench.measure diagnose.analyze doctor.checks top""",
     # The backend of process groups, and what graphs know.
-    "_backend _c10d_hook_args _graph_state bench.launch bench.report diagnose diagnose.report doctor.meeting",
+    "_backend _c10d_hook_args _graph_state bench.launch bench.report diagnose.across diagnose.report doctor.meeting",
     # All backends by name; operators.
-    "_autoload _backends _graph_operators bench.plot diagnose.__main__ doctor.__main__ info",
+    "_autoload _backends _graph_operators bench.plot diagnose diagnose.__main__ doctor.__main__ info",
     "_graph as_torchcomms bench.__main__ torchft",
     # Communicators: their operations, their windows, they themselves.
     "_operations bench.tune",

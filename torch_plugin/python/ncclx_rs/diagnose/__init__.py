@@ -2,12 +2,13 @@
 
 Example::
 
-    from ncclx_rs.diagnose import analyze, read
-    for communicator in read("/tmp/dumps").communicators:
-        print(analyze(communicator).findings)
+    from ncclx_rs.diagnose import across, analyze, read
+    for diagnosis in across([analyze(communicator) for communicator in read("/tmp/dumps").communicators]):
+        print(diagnosis.findings)
 """
 
+from ncclx_rs.diagnose.across import across
 from ncclx_rs.diagnose.analyze import Diagnosis, Finding, analyze
 from ncclx_rs.diagnose.dumps import Communicator, Dump, Record, read
 
-__all__ = ["Communicator", "Dump", "Finding", "Record", "Diagnosis", "analyze", "read"]
+__all__ = ["Communicator", "Dump", "Finding", "Record", "Diagnosis", "across", "analyze", "read"]

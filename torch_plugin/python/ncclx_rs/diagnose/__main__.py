@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ncclx_rs.diagnose import dumps, perfetto, pytorch, report
+from ncclx_rs.diagnose.across import across
 from ncclx_rs.diagnose.analyze import Diagnosis, analyze
 
 # The exit codes.
@@ -62,7 +63,7 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     """Runs the diagnosis of these options; returns the exit code."""
     try:
         folder = dumps.read(options.folder)
-        diagnoses = [analyze(communicator) for communicator in folder.communicators]
+        diagnoses = across([analyze(communicator) for communicator in folder.communicators])
         if options.html is not None:
             options.html.write_text(report.page(diagnoses))
         if options.perfetto is not None:
@@ -78,16 +79,11 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     if not diagnoses:
         print(f"ncclx-rs diagnose: there is no dump in {options.folder}", file=sys.stderr)
         return UNUSABLE
-    print(
-        json.dumps([_as_json(diagnosis) for diagnosis in diagnoses], indent=2) if options.json else _as_text(diagnoses)
-    )
+    as_json = [_as_json(diagnosis) for diagnosis in diagnoses]
+    print(json.dumps(as_json, indent=2) if options.json else report.summary(diagnoses))
     if any(diagnosis.ranks_at_fault for diagnosis in diagnoses):
         return BLAMED
     return UNCLEAR if any(diagnosis.findings for diagnosis in diagnoses) else FINE
-
-
-def _as_text(diagnoses: Sequence[Diagnosis]) -> str:
-    return "\n\n".join(report.text(diagnosis) for diagnosis in diagnoses)
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, object]:

@@ -15,6 +15,13 @@ _MOST_BLAMED = 4
 _MOST_MEMBERS = 16
 
 
+def summary(diagnoses: Sequence[Diagnosis]) -> str:
+    """The diagnoses of a job's communicators as text."""
+    members = {one.communicator.members[rank] for one in diagnoses for rank in one.ranks_at_fault}
+    head = [f"to blame: {ranks(members)} of the job"] if members and len(diagnoses) > 1 else []
+    return "\n\n".join([*head, *map(text, diagnoses)])
+
+
 def text(diagnosis: Diagnosis) -> str:
     """One communicator's diagnosis as text."""
     communicator = diagnosis.communicator
