@@ -184,7 +184,7 @@ struct Vendor {
 
 impl Drop for Vendor {
     fn drop(&mut self) {
-        self.comm.end();
+        drop(self.comm.end());
     }
 }
 

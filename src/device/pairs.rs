@@ -21,6 +21,7 @@ use crate::device::rounds::{CELLS, Direction};
 use crate::device::setup::{self, AllGather, Member, Parts, SetupFailure, Wanted};
 use crate::device::staging::Staging;
 use crate::device::vendor::choice::{Offer, no_streams, offer};
+use crate::device::vendor::ending::Ending;
 use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
@@ -178,7 +179,7 @@ impl Library {
 
 impl Drop for Library {
     fn drop(&mut self) {
-        self.comm.end();
+        drop(self.comm.end());
     }
 }
 
@@ -362,6 +363,14 @@ fn library(
 pub(crate) struct Pairs {
     me: Rank,
     pub(crate) by_peer: Vec<Option<Pair>>,
+}
+
+impl Drop for Pairs {
+    fn drop(&mut self) {
+        // All at once, since each waits for its peer.
+        let libraries = self.by_peer.iter().flatten().filter_map(|pair| pair.library.as_ref()).flatten();
+        let _endings: Vec<Ending> = libraries.filter_map(|library| library.comm.end()).collect();
+    }
 }
 
 impl Pairs {

@@ -4,9 +4,9 @@
     make instructions UPDATE=1    # takes what it finds as the new bounds
     make instructions-by-default  # the same for paths that are counted in a release build with cargo's own settings
 
-Instructions, unlike times, are nearly the same on every machine and, where nobody waits, under any load. They are those
-that valgrind's tool callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls,
-and the difference is that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
+Instructions, unlike times, are nearly the same on every machine and under any load. They are those that valgrind's tool
+callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls, and the difference is
+that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ BOUNDS = HERE / "instructions.json"
 AIR = 1.08
 # Far below its bound, a path would have room to become slower unnoticed.
 SLACK = 0.85
-# Paths in which ranks wait for each other. Which of them runs first, and what else runs, changes how often they look
-# for news in vain: counts of one build lie a third apart, so these may be far below their bound. The least of several
-# counts has the fewest looks in vain: it is what the calls themselves take, where the system lets ranks take turns. On
-# an idle machine with Linux 6.18 it did not: 17,300 for a ping-pong that took 13,500 beside other work.
+# Paths in which ranks wait for each other. Valgrind runs one thread at a time. Only where it is fair to all do these
+# take turns, and look for news in vain as often in each run: counts of one build lie 3 % apart, and a third without.
+FAIR = "--fair-sched=yes"
 WAITING = {
     "all_reduce_8_bytes",
     "all_reduce_64_kib",
@@ -40,8 +39,8 @@ WAITING = {
     "reductions",
     "reductions_by_default",
 }
-AIR_WAITING = 1.35
-COUNTS_WAITING = 5
+AIR_WAITING = 1.15
+COUNTS_WAITING = 3
 # Ends the names of paths that are counted in a build as cargo makes them by default, as of most programs in Rust.
 BY_DEFAULT = "_by_default"
 CARGOS_DEFAULTS = {"LTO": "false", "CODEGEN_UNITS": "16"}
@@ -62,7 +61,7 @@ CALLS = {
 def count(program: Path, path: str, calls: int) -> int:
     """The instructions of a process that takes a path so many times."""
     run = subprocess.run(
-        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", str(program), path, str(calls)],
+        ["valgrind", FAIR, "--tool=callgrind", "--callgrind-out-file=/dev/null", str(program), path, str(calls)],
         capture_output=True,
         text=True,
         timeout=300,

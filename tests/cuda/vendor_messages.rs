@@ -107,6 +107,33 @@ fn a_batch_is_one_group_and_a_message_one_call() {
     });
 }
 
+/// The receiver comes late, when the sender has begun to leave.
+fn sent_last(rank: OnDevice) {
+    let mut kept = ping(&rank, 0);
+    if rank.me() == 0 {
+        let item = rank.sends(1, 1, 100);
+        assert_eq!(outcome(rank.one(&item)), Ok(()));
+        rank.stream.synchronize().expect("a stream that ends");
+        kept.push(item);
+    } else {
+        std::thread::sleep(Duration::from_millis(300));
+        let item = rank.receives(0, 1, 100);
+        assert_eq!(outcome(rank.one(&item)), Ok(()));
+        kept.push(item);
+        rank.check(&kept);
+    }
+    rank.comm.shutdown().expect("an end");
+}
+
+#[test]
+fn what_is_sent_last_arrives() {
+    alone("vendor_messages::what_is_sent_last_arrives", &[&[FOUR]], || {
+        world_on(&DEVICES[..2], NCCL, sent_last);
+        let shared = &[NCCL, &[("nccl_config", "splitShare=1")]].concat();
+        world_on(&DEVICES[..2], shared, sent_last);
+    });
+}
+
 /// Each sends on what it has to the next rank, in a batch, round and round.
 fn round_and_round(rank: OnDevice) {
     let (me, size) = (rank.me(), rank.comm.size());

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import begin, variables
-from harness import World, fresh_store
+from harness import World, fresh_store, meet
 from ncclx_rs._vendor import find_vendor_library
 from reference import assert_same, data, reduced
 from test_cuda_nccl import called
@@ -194,7 +194,7 @@ def abort_with_registrations(rank: int, size: int) -> None:
     for each in (tensor, lent):
         comm.all_reduce(each, ncclx_rs.ReduceOp.SUM, async_op=False)
     torch.cuda.synchronize()
-    comm.barrier(async_op=False)
+    meet()
     store = fresh_store()
     if rank == 0:
         # Its peer does not come.

@@ -190,7 +190,8 @@ bool Communicator::exchange(std::vector<Transfer>& transfers) {
       Channel& channel =
           transfer.is_send ? shared_->channel(rank, transfer.peer) : shared_->channel(transfer.peer, rank);
       const uint64_t written = channel.written, read = channel.read;
-      const size_t ready = transfer.is_send ? Channel::ROOM - (written - read) : written - read;
+      const size_t came = channel.is_cut ? 0 : written - read;
+      const size_t ready = transfer.is_send ? Channel::ROOM - (written - read) : came;
       const size_t at = (transfer.is_send ? written : read) % Channel::ROOM;
       const auto [bytes, left] = transfer.next();
       const size_t length = std::min({ready, left, Channel::ROOM - at});
@@ -320,10 +321,23 @@ void Communicator::end_launch() {
 
 void Communicator::abort() {
   if (family_) *family_ = true;
-  destroy();
+  end();
 }
 
 void Communicator::destroy() {
+  while (!is_received() && !is_aborted()) usleep(100);
+  end();
+}
+
+bool Communicator::is_received() const {
+  for (int peer = 0; peer < size; peer++) {
+    const Channel& channel = shared_->channel(rank, peer);
+    if (channel.written != channel.read) return false;
+  }
+  return true;
+}
+
+void Communicator::end() {
   is_aborted_ = true;
   {
     std::lock_guard<std::mutex> lock(making_mutex_);
@@ -331,6 +345,10 @@ void Communicator::destroy() {
   }
   // As NCCL from 2.26 on: what is on streams runs out, and the end waits for graphs, whose replays do nothing until then.
   while (running_ || graphs_) usleep(100);
+  for (int peer = 0; peer < size; peer++) {
+    Channel& channel = shared_->channel(rank, peer);
+    if (channel.written != channel.read) channel.is_cut = 1;
+  }
   dismiss_all();
   cuEventDestroy_v2(end_);
   cuEventDestroy_v2(captured_end_);
@@ -416,13 +434,6 @@ API int ncclCommGetAsyncError(void* handle, int* state) {
   *state = comm->state;
   if (*state == Success && comm->is_aborted()) return refuse_family(state);
   if (*state != Success && *state != InProgress) last_error() = comm->failure;
-  return Success;
-}
-
-API int ncclCommFinalize(void* handle) {
-  const auto comm = find(handle);
-  if (!comm) return refuse(InvalidArgument, "no communicator");
-  // Nothing is on its way that a stream does not wait for.
   return Success;
 }
 

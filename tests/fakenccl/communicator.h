@@ -111,9 +111,9 @@ class Communicator {
   // Fails for a reason, and waits until it is aborted.
   void fail(const std::string& why);
 
-  // Has everything end that is on streams, and waits for it.
+  // Has everything end that is on streams, and waits for it. What others have not received is lost.
   void abort();
-  // As the others' end, who go on.
+  // As the others' end, who go on: after they have received what they were sent.
   void destroy();
 
   // The operations that a program has made: their factors, or where those lie. None if it is gone.
@@ -125,6 +125,9 @@ class Communicator {
   std::vector<std::unique_ptr<Factor>> factors;
 
  private:
+  bool is_received() const;
+  void end();
+
   const CUdevice device_;
   const std::unique_ptr<Shared> shared_;
   // None where it shares nothing.

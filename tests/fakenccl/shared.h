@@ -17,6 +17,8 @@ struct Channel {
   std::atomic<uint32_t> is_connected[2];
   std::atomic<uint64_t> written;
   std::atomic<uint64_t> read;
+  // The sender was aborted before all was read.
+  std::atomic<uint32_t> is_cut;
   char bytes[ROOM];
 };
 

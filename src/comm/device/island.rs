@@ -104,10 +104,8 @@ impl DeviceSide {
     pub(super) fn close_island(&self) {
         let mixed = lock(&self.mixed).take();
         let member = mixed.as_ref().and_then(|mixed| mixed.member.as_ref());
-        if let Some(library) = member.and_then(|member| lock(&member.library).take())
-            && !library.is_given_up()
-        {
-            library.end();
+        if let Some(library) = member.and_then(|member| lock(&member.library).take()) {
+            drop(library.end());
         }
     }
 }

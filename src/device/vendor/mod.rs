@@ -27,12 +27,14 @@ pub(crate) mod alike;
 pub(crate) mod calls;
 pub(crate) mod captured;
 pub(crate) mod choice;
+pub(crate) mod ending;
 pub(crate) mod part;
 mod registered;
 pub(crate) mod split;
 
 use choice::{Decision, Offer, decide};
-use part::{Part, abort_aside};
+use ending::{Ending, abort_aside};
+use part::Part;
 
 /// A communicator of a library, and what begins another one once it was given up.
 #[derive(Debug)]
@@ -380,13 +382,19 @@ impl VendorComm {
         self.is_given_up.load(Ordering::Relaxed)
     }
 
-    /// Gives the communicator back. Nothing of it is on a stream. Replays of graphs that have calls of it do nothing from now
-    /// on.
-    pub(crate) fn end(&self) {
-        let raw = lock(&self.raw);
+    /// Gives the communicator back, unless that has been done. Nothing of it is on a stream. Replays of graphs that have calls of it do
+    /// nothing from now on.
+    #[must_use = "the end is waited for"]
+    pub(crate) fn end(&self) -> Option<Ending> {
+        // Relaxed: as in `give_up`.
+        if self.is_given_up.swap(true, Ordering::Relaxed) {
+            return None;
+        }
+        let raw = lock(&self.raw).clone();
         if raw.is_held() {
             // The library waits for the graphs.
-            return abort_aside(raw.clone());
+            abort_aside(raw);
+            return None;
         }
         // The library ends them after what it needs for that.
         if let Err(error) = raw.deregister_all() {
@@ -396,8 +404,7 @@ impl VendorComm {
                 self.chosen.library()
             );
         }
-        // What communicators share ends with the first of them that is aborted.
-        if self.chosen.fields.split_share == Some(1) { raw.destroy() } else { raw.abort() }
+        Some(Ending::begin(format!("communicator `{}`: its {}", self.chosen.comm, self.library()), raw))
     }
 }
 

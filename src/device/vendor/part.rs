@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
-use crate::sync::{self, Arc};
+use crate::device::vendor::ending::abort_aside;
+use crate::sync::Arc;
 use crate::sys::nccl::{Nccl, NcclComm, Progress};
 
 /// A communicator of a library for ranks that have none yet, split from that of others.
@@ -58,12 +59,5 @@ impl Drop for Part {
         if let Some(raw) = self.raw.take() {
             abort_aside(raw);
         }
-    }
-}
-
-/// Gives a communicator up on a thread of its own, since the abort waits for the device.
-pub(super) fn abort_aside(raw: Arc<NcclComm>) {
-    if let Err(error) = sync::spawn("ncclx_rs vendor", move || raw.abort()) {
-        log::warn!("a communicator of the vendor's library stays: there is no thread to give it up: {error}");
     }
 }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::part::{Part, PartId, abort_aside};
+use super::ending::abort_aside;
+use super::part::{Part, PartId};
 use super::{Beginning, Chosen, VendorComm, problem, wait};
 use crate::deadline::deadline_after;
 use crate::device::in_flight::Runner;

@@ -444,18 +444,8 @@ impl NcclComm {
         drop(lock(&self.ending));
     }
 
-    /// Begins the end: what it still has to do for other ranks is done first, which [`progress`](NcclComm::progress) tells.
-    pub fn finalize(&self) -> Result<(), NcclError> {
-        let raw = lock(&self.raw);
-        let Some(raw) = raw.as_ref() else { return Ok(()) };
-        // SAFETY: it lives, since it is only taken out under the lock.
-        match unsafe { (self.functions().comm_finalize)(raw.0) } {
-            SUCCESS | IN_PROGRESS => Ok(()),
-            code => Err(self.library.failed("ncclCommFinalize", code)),
-        }
-    }
-
-    /// Gives it back, after [`finalize`](NcclComm::finalize). It may wait, as [`abort`](NcclComm::abort) does.
+    /// Gives it back once what others are sent has left. It may wait for them, and as [`abort`](NcclComm::abort) does: to be called on
+    /// a thread of its own.
     pub fn destroy(&self) {
         if let Some((Raw(raw), _ending)) = self.take_out() {
             // SAFETY: as in `abort`.

@@ -35,7 +35,6 @@ functions! {
         get_unique_id = "ncclGetUniqueId"(*mut RawId) -> Code;
         comm_init = "ncclCommInitRankConfig"(*mut RawComm, c_int, RawId, c_int, *mut Config) -> Code;
         comm_async_error = "ncclCommGetAsyncError"(RawComm, *mut Code) -> Code;
-        comm_finalize = "ncclCommFinalize"(RawComm) -> Code;
         comm_abort = "ncclCommAbort"(RawComm) -> Code;
         comm_destroy = "ncclCommDestroy"(RawComm) -> Code;
         all_reduce = "ncclAllReduce"(Address, Address, usize, c_int, c_int, RawComm, RawStream) -> Code;
