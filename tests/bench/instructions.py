@@ -4,9 +4,9 @@
     make instructions UPDATE=1    # takes what it finds as the new bounds
     make instructions-by-default  # the same for paths that are counted in a release build with cargo's own settings
 
-Instructions, unlike times, are nearly the same on every machine and under any load. They are those that valgrind's tool
-callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls, and the difference is
-that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
+Instructions, unlike times, are nearly the same on every machine and, where nobody waits, under any load. They are those
+that valgrind's tool callgrind sees: of this process, none of the kernel's. A path is run with few and with many calls,
+and the difference is that of the calls. The bounds are those of x86-64 with AVX2, which is as far as valgrind goes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ BOUNDS = HERE / "instructions.json"
 AIR = 1.08
 # Far below its bound, a path would have room to become slower unnoticed.
 SLACK = 0.85
-# Paths in which ranks wait for each other. Valgrind runs one thread at a time. Only where it is fair to all do these
-# take turns, and look for news in vain as often in each run: counts of one build lie 3 % apart, and a third without.
+# Paths in which ranks wait for each other. Valgrind runs one thread at a time. Where it is fair to all, these take
+# turns: on an idle machine, counts of one build lie 3 % apart, and are the highest. Other work has ranks look for news
+# in vain less often, by which counts are up to a quarter lower.
 FAIR = "--fair-sched=yes"
 WAITING = {
     "all_reduce_8_bytes",
