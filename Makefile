@@ -353,7 +353,7 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance long-messages scale simulated-times instructions-by-default nccl-versions \
+		$(MAKE) --keep-going acceptance long-messages scale scale-thousands simulated-times instructions-by-default nccl-versions \
 			chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
@@ -361,6 +361,13 @@ SCALE ?= 256 1024
 .PHONY: scale
 scale: ## Starts worlds of hundreds of ranks on this machine: SCALE lists other sizes
 	NCCLX_RS_SCALE="$(SCALE)" cargo test --locked --package ncclx_rs --test scale -- --nocapture
+
+# 4,096 of them, which takes 20 GB, and more TCP ports than Linux gives by itself: in a network of their own, as root.
+.PHONY: scale-thousands
+scale-thousands:
+	cargo test --locked --package ncclx_rs --test scale --no-run
+	unshare --net sh -c 'ip link set lo up && sysctl --quiet --write net.ipv4.ip_local_port_range="10000 65535" && \
+		$(MAKE) scale SCALE=4096'
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))

@@ -63,7 +63,17 @@ pub fn host_identity() -> String {
 
 /// A listener on a free port of every address of this host, IPv6 and IPv4 alike. Accepting from it does not block.
 pub fn listen_anywhere() -> io::Result<TcpListener> {
-    listen_everywhere(0)
+    listen_everywhere(0).map_err(|error| match error.kind() {
+        ErrorKind::AddrInUse => io::Error::new(error.kind(), no_port_is_free()),
+        _ => error,
+    })
+}
+
+/// As thousands of ranks on one host take them.
+fn no_port_is_free() -> String {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
+    let range = range.split_whitespace().collect::<Vec<_>>().join(" to ");
+    format!("this host has no free TCP port, all of net.ipv4.ip_local_port_range ({range}) are taken")
 }
 
 /// A listener on `port` of every address of this host, IPv6 and IPv4 alike. Accepting from it does not block.
@@ -111,6 +121,13 @@ mod tests {
     fn a_host_keeps_its_identity() {
         assert_eq!(host_identity(), host_identity());
         assert!(host_identity().len() > 1);
+    }
+
+    #[test]
+    fn the_ports_that_are_taken_are_named() {
+        let text = no_port_is_free();
+        let (first, last) = text.split_once('(').unwrap().1.split_once(')').unwrap().0.split_once(" to ").unwrap();
+        assert!(first.parse::<u16>().unwrap() < last.parse::<u16>().unwrap(), "{text}");
     }
 
     #[test]
