@@ -81,7 +81,8 @@ impl Communicator {
     ///
     /// Also after an error, no rank accesses this rank's memory any more, unless it is a device's and the error says that
     /// accesses, of this rank or of another one, are still in flight, or ranks of the host have mapped it: one that was writing may
-    /// end that first, which concerns no other memory. After an error, a rank whose get is still under way through UCX's `cma` may get what the memory is used for then.
+    /// end that first, which concerns no other memory. After an error, a rank whose get is still under way through UCX's `cma` may
+    /// get what the memory is used for then.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
         let known = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(DEREGISTER, how)),

@@ -116,6 +116,7 @@ fn sent_last(rank: OnDevice) {
         rank.stream.synchronize().expect("a stream that ends");
         kept.push(item);
     } else {
+        // Nothing tells when the other's end has begun. A receive that comes before that is right by an abort, too.
         std::thread::sleep(Duration::from_millis(300));
         let item = rank.receives(0, 1, 100);
         assert_eq!(outcome(rank.one(&item)), Ok(()));

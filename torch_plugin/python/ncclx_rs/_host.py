@@ -65,7 +65,7 @@ class Node:
 def wrong_setting() -> str | None:
     """What is wrong with an environment variable that is a setting; None if all have values that they can have."""
     try:
-        native().descriptors_of(1)  # it reads all settings
+        native().check_settings([])
     except ValueError as error:
         return str(error)
     return None

@@ -79,8 +79,10 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     if not diagnoses:
         print(f"ncclx-rs diagnose: there is no dump in {options.folder}", file=sys.stderr)
         return UNUSABLE
-    as_json = [_as_json(diagnosis) for diagnosis in diagnoses]
-    print(json.dumps(as_json, indent=2) if options.json else report.summary(diagnoses))
+    if options.json:
+        print(json.dumps([_as_json(diagnosis) for diagnosis in diagnoses], indent=2))
+    else:
+        print(report.summary(diagnoses))
     if any(diagnosis.ranks_at_fault for diagnosis in diagnoses):
         return BLAMED
     return UNCLEAR if any(diagnosis.findings for diagnosis in diagnoses) else FINE

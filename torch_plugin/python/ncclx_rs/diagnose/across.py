@@ -84,7 +84,7 @@ class _Waits:
     def last(self, index: int, job: int) -> set[int]:
         """The ranks of the job for which one waits in the end that did not come to this communicator.
 
-        None if those that it waits for wait for it.
+        Empty if those that it waits for wait for it.
         """
         last, seen, open_ends = set(), set(), [(index, job)]
         while open_ends:
