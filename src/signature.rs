@@ -37,6 +37,14 @@ impl Signature {
         select::numbered(self.algorithm).unwrap_or("an unknown algorithm")
     }
 
+    /// Sets what runs it, unless that is told by the answer to a question: of both parts of such a call the signature is the same.
+    #[inline]
+    pub(crate) fn run_by(&mut self, algorithm: u8) {
+        if self.algorithm != select::ASKED {
+            self.algorithm = algorithm;
+        }
+    }
+
     /// Whether another rank has called the same, however it runs that.
     pub(crate) fn calls_as(&self, theirs: &Signature) -> bool {
         Signature { algorithm: theirs.algorithm, ..*self } == *theirs

@@ -25,7 +25,7 @@ fn doubt(collective: &Collective) -> Doubt {
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.total() == 0 => Doubt::Calls,
         Collective::AllReduce { .. } | Collective::AllGatherIntoParts { .. } | Collective::Barrier => Doubt::Nothing,
         // They confirm before all else.
-        Collective::ByIslands { .. } => Doubt::Nothing,
+        Collective::ByIslands { .. } | Collective::EqualAllToAll { .. } => Doubt::Nothing,
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } if counts.are_equal() => Doubt::Nothing,
         // A rank without elements sends none.
         Collective::AllGather { .. }

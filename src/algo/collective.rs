@@ -19,6 +19,7 @@ use crate::types::Rank;
 /// | all_gather into parts | `count` | `count` a rank: this rank's part |
 /// | reduce_scatter | the sum of `counts`, by rank | `counts[me]` |
 /// | all_to_all | the sum of `send`, by rank | the sum of `recv`, by rank |
+/// | equal all_to_all | `count` a rank | `count` a rank |
 /// | gather | `count` | on the root `count` a rank, else nothing |
 /// | scatter | on the root `count` a rank, else nothing | `count` |
 /// | barrier | nothing | nothing |
@@ -68,6 +69,11 @@ pub enum Collective {
         send: Counts,
         /// This rank's elements from each rank.
         recv: Counts,
+    },
+    /// The same, where all ranks know that all their blocks are equal.
+    EqualAllToAll {
+        /// Elements for and from each rank.
+        count: usize,
     },
     /// The root gets everyone's block.
     Gather {
@@ -127,7 +133,7 @@ impl Collective {
             Collective::AllGather { .. } => CollectiveKind::AllGather,
             Collective::AllGatherIntoParts { .. } => CollectiveKind::AllGatherPersistent,
             Collective::ReduceScatter { .. } => CollectiveKind::ReduceScatter,
-            Collective::AllToAll { .. } => CollectiveKind::AllToAll,
+            Collective::AllToAll { .. } | Collective::EqualAllToAll { .. } => CollectiveKind::AllToAll,
             Collective::Gather { .. } => CollectiveKind::Gather,
             Collective::Scatter { .. } => CollectiveKind::Scatter,
             Collective::Barrier => CollectiveKind::Barrier,

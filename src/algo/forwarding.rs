@@ -9,51 +9,65 @@ use crate::algo::collective::{DIRECT_MAX_RANKS, Setting};
 use crate::algo::direct;
 use crate::algo::group::{Group, pieces};
 use crate::schedule::{Action, Builder, Slice};
+use crate::types::Rank;
 
 /// Sends block r of `from`, whose blocks follow each other, to position r, and receives position r's block into block r of `into`.
 pub fn all_to_all(builder: &mut Builder, setting: &Setting<'_>, from: Slice, into: Slice) {
-    let hosts = setting.topo.hosts();
-    let home = setting.topo.host_of(setting.me);
-    let local = hosts[home].len();
-    if hosts.len() == 1 || local == 1 || hosts.iter().any(|ranks| ranks.len() != local) {
-        return exchange(builder, &setting.world(), setting, from, into);
+    if !goes_by_hosts(setting) {
+        return exchange(builder, &setting.world(), setting, bruck_max_bytes(setting), (from, into));
     }
-    let len = from.len / setting.topo.size();
-    let neighbours = Group::new(hosts[home].clone(), setting.me);
+    let hosts = setting.topo.hosts();
+    let neighbours = Group::new(hosts[setting.topo.host_of(setting.me)].clone(), setting.me);
     let place = neighbours.me();
     let across = Group::new(hosts.iter().map(|ranks| ranks[place]).collect(), setting.me);
-    let [outer, inner] = [hosts.len(), local];
+    let [outer, inner] = [hosts.len(), neighbours.size()];
     // By place, and by host within it: first those for the place at any host, then those from the place of this host.
     let [sent, received] = [from; 2].map(|like| builder.beside(like, from.len));
-    for to in 0..inner {
-        for (host, ranks) in hosts.iter().enumerate() {
-            let block = blocks(from, ranks[to].index(), 1, len);
-            builder.push(Action::Copy { from: block, into: blocks(sent, to * outer + host, 1, len) });
-        }
-    }
-    exchange(builder, &neighbours, setting, sent, received);
+    let at_place = |to: usize| hosts.iter().map(move |ranks| ranks[to].index());
+    let numbers: Vec<usize> = (0..inner).flat_map(at_place).collect();
+    rearrange(builder, &numbers, from, sent, Apart::From);
+    exchange(builder, &neighbours, setting, NEAR_BLOCK_MAX_BYTES, (sent, received));
     // By host, and by place within it.
     let [outward, inward] = [from; 2].map(|like| builder.beside(like, from.len));
-    for of in 0..inner {
-        for host in 0..outer {
-            let block = blocks(received, of * outer + host, 1, len);
-            builder.push(Action::Copy { from: block, into: blocks(outward, host * inner + of, 1, len) });
-        }
-    }
-    exchange(builder, &across, setting, outward, inward);
-    for (host, ranks) in hosts.iter().enumerate() {
-        for (of, rank) in ranks.iter().enumerate() {
-            let block = blocks(inward, host * inner + of, 1, len);
-            builder.push(Action::Copy { from: block, into: blocks(into, rank.index(), 1, len) });
-        }
-    }
+    let by_host: Vec<usize> = (0..inner).flat_map(|of| (0..outer).map(move |host| host * inner + of)).collect();
+    rearrange(builder, &by_host, received, outward, Apart::Into);
+    exchange(builder, &across, setting, FAR_BLOCK_MAX_BYTES, (outward, inward));
+    let numbers: Vec<usize> = hosts.iter().flatten().copied().map(Rank::index).collect();
+    rearrange(builder, &numbers, inward, into, Apart::Into);
 }
 
-/// The same among the members of a group, by Bruck's algorithm where that pays.
-fn exchange(builder: &mut Builder, group: &Group, setting: &Setting<'_>, from: Slice, into: Slice) {
+/// Whether blocks of so many elements are exchanged faster so than by a message to each rank.
+pub(super) fn pays(setting: &Setting<'_>, count: usize) -> bool {
+    let block = count.saturating_mul(setting.element);
+    let held = block.saturating_mul(4 * setting.topo.size());
+    block <= bruck_max_bytes(setting)
+        || (goes_by_hosts(setting) && block <= HOSTS_BLOCK_MAX_BYTES && held <= setting.scratch.limit())
+}
+
+/// Whether there are several hosts with as many ranks each, more than one.
+fn goes_by_hosts(setting: &Setting<'_>) -> bool {
+    let hosts = setting.topo.hosts();
+    let local = hosts[0].len();
+    hosts.len() > 1 && local > 1 && hosts.iter().all(|ranks| ranks.len() == local)
+}
+
+/// How long blocks may be that all ranks of the world pass on.
+fn bruck_max_bytes(setting: &Setting<'_>) -> usize {
+    let are_apart = setting.topo.hosts().len() == setting.topo.size();
+    if are_apart { FAR_BLOCK_MAX_BYTES } else { NEAR_BLOCK_MAX_BYTES }
+}
+
+/// The same among the members of a group, by Bruck's algorithm where blocks are that short and there are many.
+fn exchange(
+    builder: &mut Builder,
+    group: &Group,
+    setting: &Setting<'_>,
+    bruck_max_bytes: usize,
+    (from, into): (Slice, Slice),
+) {
     let size = group.size();
     let len = from.len / size;
-    if size > DIRECT_MAX_RANKS && len * setting.bytes_in(from.space) <= BLOCK_MAX_BYTES {
+    if size > DIRECT_MAX_RANKS && len * setting.bytes_in(from.space) <= bruck_max_bytes {
         return bruck(builder, group, from, into);
     }
     direct::all_to_all(builder, group, &pieces(from, size), &pieces(into, size), |count| {
@@ -75,28 +89,65 @@ fn bruck(builder: &mut Builder, group: &Group, from: Slice, into: Slice) {
     let mut step = 1;
     while step < size {
         let (to, from) = (group.rank(me + step), group.rank(me + size - step));
-        // The runs of blocks whose numbers have this bit.
-        let runs: Vec<_> = (step..size).step_by(2 * step).map(|first| (first, step.min(size - first))).collect();
-        let all: usize = runs.iter().map(|(_, count)| count).sum();
+        // The runs of blocks whose numbers have this bit, of which the last may be shorter.
+        let whole = size / (2 * step);
+        let rest = (size % (2 * step)).saturating_sub(step);
+        let span = if whole > 0 { (2 * whole - 1) * step } else { 0 };
+        let runs = [(step, span, whole), (step * (2 * whole + 1), rest, usize::from(rest > 0))];
+        let all = whole * step + rest;
         let [packed, coming] = [packed, coming].map(|slice| slice.part(0, all * len));
-        let mut copies = Vec::new();
-        let mut at = 0;
-        for (first, count) in runs {
-            builder.push(Action::Copy { from: blocks(held, first, count, len), into: blocks(packed, at, count, len) });
-            copies.push(Action::Copy { from: blocks(coming, at, count, len), into: blocks(held, first, count, len) });
-            at += count;
+        let apart = runs.map(|(first, span, _)| if span > 0 { blocks(held, first, span, len) } else { Slice::empty() });
+        let dense = |slice| [blocks(slice, 0, whole * step, len), blocks(slice, whole * step, rest, len)];
+        for ((from, into), (.., count)) in apart.into_iter().zip(dense(packed)).zip(runs) {
+            copy_blocks(builder, from, into, count, false);
         }
         builder.push(Action::Send { to, from: packed });
         builder.push(Action::Recv { from, into: coming });
-        for copy in copies {
-            builder.push(copy);
+        for ((from, into), (.., count)) in dense(coming).into_iter().zip(apart).zip(runs) {
+            copy_blocks(builder, from, into, count, false);
         }
         step *= 2;
     }
     // Block i has come from the rank i positions before.
-    for number in 0..size {
-        let block = blocks(held, number, 1, len);
-        builder.push(Action::Copy { from: block, into: blocks(into, (me + size - number) % size, 1, len) });
+    copy_blocks(builder, blocks(held, 0, me + 1, len), blocks(into, 0, me + 1, len), me + 1, true);
+    let rest = size - me - 1;
+    copy_blocks(builder, blocks(held, me + 1, rest, len), blocks(into, me + 1, rest, len), rest, true);
+}
+
+/// Whose blocks are those with the given numbers. Those of the other slice follow each other.
+#[derive(Clone, Copy)]
+enum Apart {
+    From,
+    Into,
+}
+
+/// Copies all blocks of a slice to other places, by as few steps as blocks that lie as far from each other allow.
+fn rearrange(builder: &mut Builder, numbers: &[usize], from: Slice, into: Slice, apart: Apart) {
+    let len = from.len / numbers.len();
+    let mut at = 0;
+    while at < numbers.len() {
+        let rest = &numbers[at..];
+        let distance = rest.get(1).map_or(1, |next| next.wrapping_sub(rest[0]));
+        let follow = rest.windows(2).take_while(|two| two[1].wrapping_sub(two[0]) == distance).count();
+        // A number that is smaller than the one before begins anew.
+        let count = if distance < numbers.len() { 1 + follow } else { 1 };
+        let span = 1 + (rest[count - 1] - rest[0]);
+        let (dense, spread) = (|slice| blocks(slice, at, count, len), |slice| blocks(slice, rest[0], span, len));
+        match apart {
+            Apart::From => copy_blocks(builder, spread(from), dense(into), count, false),
+            Apart::Into => copy_blocks(builder, dense(from), spread(into), count, false),
+        }
+        at += count;
+    }
+}
+
+/// Copies so many blocks, as [`Action::CopyBlocks`].
+fn copy_blocks(builder: &mut Builder, from: Slice, into: Slice, count: usize, is_reversed: bool) {
+    let is_run = count == 1 || (!is_reversed && from.len == into.len);
+    match count {
+        0 => {}
+        _ if is_run => _ = builder.push(Action::Copy { from, into }),
+        _ => _ = builder.push(Action::CopyBlocks { from, into, count: count as u32, is_reversed }),
     }
 }
 
@@ -105,5 +156,9 @@ fn blocks(all: Slice, first: usize, count: usize, len: usize) -> Slice {
     all.part(first * len, count * len)
 }
 
-/// Up to this size of a block, a message costs more than passing the bytes of others on.
-const BLOCK_MAX_BYTES: usize = 1024;
+/// Up to these sizes of a block, a message costs more than passing the bytes of others on: within a host, and between hosts.
+const NEAR_BLOCK_MAX_BYTES: usize = 1024;
+const FAR_BLOCK_MAX_BYTES: usize = 4096;
+
+/// The same where ranks of a host send what they all have for another host together.
+const HOSTS_BLOCK_MAX_BYTES: usize = 16 * 1024;

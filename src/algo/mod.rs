@@ -15,6 +15,7 @@ pub mod chain;
 pub mod collective;
 pub mod direct;
 pub mod dissemination;
+pub(crate) mod equality;
 pub mod forwarding;
 pub mod group;
 pub mod halving_doubling;

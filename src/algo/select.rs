@@ -43,7 +43,7 @@ const TABLE: &[Row] = &[
             });
         },
     },
-    Row { name: "direct", can: can_direct, prefer: prefer_direct, copies: direct_copies, build: build_direct },
+    Row { name: DIRECT, can: can_direct, prefer: prefer_direct, copies: direct_copies, build: build_direct },
     Row {
         name: "rabenseifner",
         can: |collective, _| matches!(collective, Collective::AllReduce { .. } | Collective::Reduce { .. }),
@@ -113,18 +113,23 @@ const TABLE: &[Row] = &[
     Row {
         name: FORWARDING,
         can: can_forward,
-        // Whether the blocks of all ranks are equal, no rank knows.
-        prefer: |_, _| false,
+        prefer: |collective, _| matches!(collective, Collective::EqualAllToAll { .. }),
         copies: nothing,
         build: |builder, collective, setting| {
-            let Collective::AllToAll { send, recv } = collective else { unreachable!("checked by `can`") };
-            forwarding::all_to_all(builder, setting, input(send.total()), output(recv.total()));
+            let total = bytes(collective, setting) / setting.element;
+            forwarding::all_to_all(builder, setting, input(total), output(total));
         },
     },
 ];
 
 /// The name of what passes the blocks of an all_to_all on. Who names it sees to it that all blocks are equal on all ranks.
 pub(super) const FORWARDING: &str = "forwarding";
+
+/// The name of what has all ranks talk to each other.
+pub(super) const DIRECT: &str = "direct";
+
+/// The number of what runs an all_to_all whose ranks [ask](crate::algo::equality) first. The answer tells which algorithm.
+pub(crate) const ASKED: u8 = u8::MAX;
 
 /// The name of the ring algorithms.
 const RING: &str = "ring";
@@ -170,6 +175,9 @@ pub(crate) fn number(name: &str) -> u8 {
 
 /// The algorithm with this number.
 pub(crate) fn numbered(number: u8) -> Option<&'static str> {
+    if number == ASKED {
+        return Some("forwarding or direct");
+    }
     names().nth(usize::from(number).checked_sub(1)?)
 }
 
@@ -263,6 +271,7 @@ pub(crate) fn bytes(collective: &Collective, setting: &Setting<'_>) -> usize {
         | Collective::Scatter { count, .. } => count.saturating_mul(setting.topo.size()),
         Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.total(),
         Collective::AllToAll { send, .. } => send.total(),
+        Collective::EqualAllToAll { count } => count.saturating_mul(setting.topo.size()),
         Collective::Barrier => 0,
     };
     count.saturating_mul(setting.element)
@@ -393,6 +402,7 @@ fn local(builder: &mut Builder, collective: &Collective, setting: &Setting<'_>) 
         Collective::AllGather { counts } => counts[0],
         Collective::AllGatherIntoParts { count } => *count,
         Collective::AllToAll { send, .. } => send[0],
+        Collective::EqualAllToAll { count } => *count,
         Collective::Barrier => return,
         Collective::ByIslands { .. } => unreachable!("checked by `can`"),
     };
@@ -479,8 +489,12 @@ fn build_hierarchical_reduce(builder: &mut Builder, setting: &Setting<'_>, count
 
 /// A device moves the blocks of an all_to_all as messages.
 fn can_forward(collective: &Collective, setting: &Setting<'_>) -> bool {
-    let Collective::AllToAll { send, recv } = collective else { return false };
-    send.are_equal() && recv.are_equal() && setting.topo.size() > 1 && setting.chunking == Chunking::Chunks
+    let is_equal = match collective {
+        Collective::AllToAll { send, recv } => send.are_equal() && recv.are_equal(),
+        Collective::EqualAllToAll { .. } => true,
+        _ => false,
+    };
+    is_equal && setting.topo.size() > 1 && setting.chunking == Chunking::Chunks
 }
 
 fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {
@@ -490,6 +504,7 @@ fn can_direct(collective: &Collective, _: &Setting<'_>) -> bool {
             | Collective::AllGather { .. }
             | Collective::ReduceScatter { .. }
             | Collective::AllToAll { .. }
+            | Collective::EqualAllToAll { .. }
             | Collective::Broadcast { .. }
             | Collective::Gather { .. }
             | Collective::Scatter { .. }
@@ -500,6 +515,7 @@ fn prefer_direct(collective: &Collective, setting: &Setting<'_>) -> bool {
     let is_short = || bytes(collective, setting) <= DIRECT_BROADCAST_MAX_BYTES;
     match collective {
         Collective::AllToAll { .. } => true,
+        Collective::EqualAllToAll { count } => !forwarding::pays(setting, *count),
         _ if setting.topo.size() > DIRECT_MAX_RANKS => false,
         Collective::Broadcast { .. } => setting.topo.hosts().len() == 1 || is_short(),
         _ => true,
@@ -529,10 +545,10 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
             let chunk = setting.chunk_to_fold(setting.element, counts.total(), size - 1);
             direct_reduce_scatter(builder, setting, &own, output(counts[me]), chunk);
         }
-        Collective::AllToAll { send, recv } => {
-            let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
-            // The totals differ between ranks, so each pair of ranks goes by what it exchanges.
-            direct::all_to_all(builder, &world, &from, &into, |count| setting.delimited_chunk(count));
+        Collective::AllToAll { send, recv } => direct_all_to_all(builder, setting, send, recv),
+        Collective::EqualAllToAll { count } => {
+            let counts = Counts::equal(*count, size);
+            direct_all_to_all(builder, setting, &counts, &counts);
         }
         Collective::Broadcast { count, root } => {
             broadcast_by(builder, setting, (*count, *root), direct::broadcast);
@@ -547,6 +563,12 @@ fn build_direct(builder: &mut Builder, collective: &Collective, setting: &Settin
         }
         _ => unreachable!("checked by `can`"),
     }
+}
+
+fn direct_all_to_all(builder: &mut Builder, setting: &Setting<'_>, send: &Counts, recv: &Counts) {
+    let (from, into) = (blocks(input(send.total()), send), blocks(output(recv.total()), recv));
+    // The totals may differ between ranks, so each pair of ranks goes by what it exchanges.
+    direct::all_to_all(builder, &setting.world(), &from, &into, |count| setting.delimited_chunk(count));
 }
 
 fn direct_reduce_scatter(builder: &mut Builder, setting: &Setting<'_>, own: &[Slice], into: Slice, chunk: usize) {

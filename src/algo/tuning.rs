@@ -14,7 +14,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::algo::collective::{Chunking, Collective, Scaling, ScratchLimit, Setting};
-use crate::algo::select::{FORWARDING, bytes, candidates};
+use crate::algo::equality::called_by_all;
+use crate::algo::select::{FORWARDING, bytes, candidates, first};
 use crate::op::CollectiveKind;
 use crate::topo::Topology;
 use crate::types::Rank;
@@ -98,7 +99,8 @@ pub fn all_algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Ve
     kind_of(collective, ranks, hosts).map(|kind| candidates_for(kind, ranks, hosts))
 }
 
-/// The algorithm that the engine's own table has for such a collective of so many bytes; nothing as for [`algorithms`].
+/// The algorithm that the engine's own table has for such a collective of so many bytes, in equal blocks where it is about blocks;
+/// nothing as for [`algorithms`].
 ///
 /// ```
 /// assert_eq!(ncclx_rs::algo::tuning::preferred("all_gather", 4, 1, 1 << 30), Some("direct"));
@@ -106,7 +108,7 @@ pub fn all_algorithms(collective: &str, ranks: usize, hosts: usize) -> Option<Ve
 pub fn preferred(collective: &str, ranks: usize, hosts: usize, bytes: usize) -> Option<&'static str> {
     kind_of(collective, ranks, hosts).map(|kind| {
         in_a_world(kind, ranks, hosts, bytes, |collective, setting| {
-            crate::algo::select::first(collective, setting).unwrap_or_default()
+            first(&called_by_all(collective, ranks), setting).unwrap_or_default()
         })
     })
 }
@@ -167,7 +169,7 @@ fn in_a_world<R>(
         element: 1,
         scaling: Scaling::Nothing,
         chunking: Chunking::Chunks,
-        scratch: ScratchLimit::UNBOUNDED,
+        scratch: ScratchLimit::DEFAULT,
     };
     ask(&collective, &setting)
 }

@@ -396,7 +396,7 @@ fn signature(
     place: RankAndSize,
 ) -> Signature {
     let (root, count) = match collective {
-        Collective::AllGatherIntoParts { .. } | Collective::ByIslands { .. } => {
+        Collective::AllGatherIntoParts { .. } | Collective::ByIslands { .. } | Collective::EqualAllToAll { .. } => {
             unreachable!("how it runs is chosen later")
         }
         Collective::AllReduce { count } => (0, *count),

@@ -441,15 +441,8 @@ impl<'a> Lowering<'a> {
                     self.compute(Kernel::Fold { into, position: 0, others: vec![cell] });
                 }
             }
-            Action::Copy { from, into } => {
-                if from.len > 0 && from != into && !self.in_place.is_some_and(|same| same.is_same(from, into)) {
-                    let is_widened = into.space == Space::Sums && from.space != Space::Sums;
-                    self.flush();
-                    self.push(match is_widened {
-                        true => DriverCall::Kernel(Kernel::Widen { from, into }),
-                        false => DriverCall::Copy { from: Location::Own(from), into: Location::Own(into) },
-                    });
-                }
+            Action::Copy { .. } | Action::CopyBlocks { .. } => {
+                action.copies().for_each(|(from, into)| self.copy(from, into));
             }
             Action::Reduce { from, into } => {
                 let others = self.blocks(from, into.len);
@@ -578,6 +571,18 @@ impl<'a> Lowering<'a> {
             Some(self.aliases.remove(place).cell)
         };
         blocks.map(|block| find(block).unwrap_or(Location::Own(block))).collect()
+    }
+
+    /// A copy within this rank's memory, unless that is of nothing or in place.
+    fn copy(&mut self, from: Slice, into: Slice) {
+        if from.len > 0 && from != into && !self.in_place.is_some_and(|same| same.is_same(from, into)) {
+            let is_widened = into.space == Space::Sums && from.space != Space::Sums;
+            self.flush();
+            self.push(match is_widened {
+                true => DriverCall::Kernel(Kernel::Widen { from, into }),
+                false => DriverCall::Copy { from: Location::Own(from), into: Location::Own(into) },
+            });
+        }
     }
 
     fn compute(&mut self, kernel: Kernel) {

@@ -168,7 +168,7 @@ impl<'a> Cut<'a> {
             }
             Collective::Barrier => (Collective::Barrier, Extent::default(), Extent::default()),
             Collective::AllToAll { .. } => return None,
-            Collective::ByIslands { .. } => unreachable!("no program has islands"),
+            Collective::EqualAllToAll { .. } | Collective::ByIslands { .. } => unreachable!("devices ask for neither"),
         };
         Some(Segment { collective, input, output })
     }
@@ -184,7 +184,10 @@ impl<'a> Cut<'a> {
             | Collective::Gather { count, .. }
             | Collective::Scatter { count, .. } => *count,
             Collective::AllGather { counts } | Collective::ReduceScatter { counts } => counts.iter().max().unwrap_or(0),
-            Collective::AllToAll { .. } | Collective::Barrier | Collective::ByIslands { .. } => 0,
+            Collective::AllToAll { .. }
+            | Collective::EqualAllToAll { .. }
+            | Collective::Barrier
+            | Collective::ByIslands { .. } => 0,
         }
     }
 

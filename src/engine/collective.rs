@@ -7,6 +7,7 @@ use rustc_hash::FxHashMap;
 
 use crate::algo::{Chunking, Scaling, ScratchLimit, Setting};
 use crate::engine::body::Body;
+use crate::engine::collective::question::Question;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
@@ -69,6 +70,10 @@ struct Active {
     suspect: Option<Suspect>,
     /// The step in which it waits for its caller, and what for.
     awaits: Option<(StepId, u32)>,
+    /// What follows when its steps are done.
+    question: Option<Box<Question>>,
+    /// The number of its plan's first message to each other rank, and from there.
+    first_message: u32,
 }
 
 /// What another rank is known to have called.
@@ -245,7 +250,7 @@ impl Collectives {
                 self.run_step(ctx, step);
             }
             match &self.active {
-                Some(active) if active.left == 0 && self.has_heard() => self.finish_active(ctx, Ok(())),
+                Some(active) if active.left == 0 && self.has_heard() => self.end_part(ctx),
                 Some(_) => return moved,
                 None => {}
             }
@@ -271,7 +276,7 @@ impl Collectives {
         let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking, scratch };
         let forced = self.algorithm.as_deref();
         let plan = self.plans.plan(&request.collective, setting, forced);
-        request.signature.algorithm = plan.algorithm;
+        request.signature.run_by(plan.algorithm);
         let (scratch, sums) = ((plan.schedule.scratch, element), (plan.schedule.sums, request.spaces.sum));
         if scratch.0 > 0 || sums.0 > 0 {
             (request.spaces.scratch, request.spaces.sums) = self.scratch.regions(scratch, sums);
@@ -283,11 +288,12 @@ impl Collectives {
         &mut self,
         ctx: &mut OpContext,
         sequence: u64,
-        mut request: Request,
+        request: Request,
         mut taken: Executed,
         work: Work,
         now: Instant,
     ) {
+        let (mut request, question) = self.first_part(ctx, request);
         let plan = taken.plan.take().unwrap_or_else(|| self.prepare(ctx, &mut request));
         let (mut blocked, mut ready) = std::mem::take(&mut self.spare);
         plan.after(&taken, &mut blocked, &mut ready);
@@ -307,6 +313,8 @@ impl Collectives {
             pulse,
             suspect: None,
             awaits: None,
+            question,
+            first_message: 0,
         });
         let silent = self.owed.ranks().find_map(|rank| Some((rank, ctx.lost(rank)?)));
         if let Some(failure) = self.failed.remove(&sequence) {
@@ -346,7 +354,8 @@ impl Collectives {
 
     fn run_step(&mut self, ctx: &mut OpContext, step: StepId) {
         let Some(active) = &mut self.active else { return };
-        let (action, message) = (active.plan.schedule.steps[step as usize].action, active.plan.message[step as usize]);
+        let (index, plan) = (step as usize, &active.plan);
+        let (action, message) = (plan.schedule.steps[index].action, active.first_message + plan.message[index]);
         match action {
             Action::Send { to, from } => {
                 let region = active.request.spaces.region(from);
@@ -783,5 +792,6 @@ struct Stale;
 
 mod ahead;
 mod missing;
+mod question;
 #[cfg(test)]
 mod tests;

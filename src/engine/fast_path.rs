@@ -119,6 +119,9 @@ impl Engine {
     /// Executes steps of a collective. True: all of them. It is recorded when it first has to wait: what it sends before that
     /// leaves first, since another rank waits for it.
     fn execute(&mut self, request: &mut Request, executed: &mut Executed, recorded: &mut Option<Entry>) -> bool {
+        if self.collectives.asks(&self.context, &request.collective) {
+            return false;
+        }
         let plan = self.collectives.prepare(&self.context, request);
         let has_ended = self.execute_steps(&plan, request, executed, recorded);
         executed.plan = (!has_ended).then_some(plan);

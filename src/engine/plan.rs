@@ -69,10 +69,7 @@ impl Plan {
         let own = schedule.steps.len() - schedule.words.1;
         let ready = (0..own as StepId).filter(|&step| blocked[step as usize] == 0).collect();
         let (algorithm, is_busy) = (algo::select::number(schedule.name), is_busy(&schedule));
-        let copy = schedule.steps.iter().find_map(|step| match step.action {
-            Action::Copy { from, into } if into.len > 0 => Some((from, into)),
-            _ => None,
-        });
+        let copy = schedule.steps.iter().flat_map(|step| step.action.copies()).find(|(_, into)| into.len > 0);
         Plan { collective, schedule, algorithm, message, blocked, ready, dependents, is_busy, copy }
     }
 
@@ -140,7 +137,7 @@ fn is_busy(schedule: &Schedule) -> bool {
         | Action::Fold { into, .. }
         | Action::Scale { slice: into }
         | Action::Average { into, .. } => into.len > 0,
-        Action::Copy { .. } | Action::Await { .. } => false,
+        Action::Copy { .. } | Action::CopyBlocks { .. } | Action::Await { .. } => false,
     })
 }
 

@@ -41,6 +41,9 @@ impl Request {
                 });
             }
             Action::Copy { from, into } => region(into).copy_from(&region(from), team),
+            Action::CopyBlocks { .. } => {
+                action.copies().for_each(|(from, into)| self.compute(Action::Copy { from, into }, world, team));
+            }
             Action::Reduce { from, into } => {
                 let operands = self.operands(into);
                 region(into).zip(&region(from), |run, block| {

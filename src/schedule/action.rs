@@ -34,6 +34,17 @@ pub enum Action {
         /// The destination, as long as the source.
         into: Slice,
     },
+    /// Copies blocks of equal lengths. Those of the shorter slice follow each other; in the longer one each is as far from the next.
+    CopyBlocks {
+        /// The source, which begins and ends with a block.
+        from: Slice,
+        /// The destination, which does too.
+        into: Slice,
+        /// How many blocks, at least one.
+        count: u32,
+        /// Whether the first block of the source is the last one of the destination.
+        is_reversed: bool,
+    },
     /// `into = into ⊕ from`.
     Reduce {
         /// The right operand.
@@ -81,11 +92,33 @@ impl Action {
             Action::Recv { into, .. } => (None, Some(into)),
             Action::RecvReduce { into, .. } => (None, Some(into)),
             Action::Copy { from, into }
+            | Action::CopyBlocks { from, into, .. }
             | Action::Reduce { from, into }
             | Action::Fold { from, into, .. }
             | Action::Average { from, into } => (Some(from), Some(into)),
             Action::Scale { slice } => (None, Some(slice)),
             Action::Await { slice, .. } => (Some(slice), Some(slice)),
         }
+    }
+
+    /// The copies that it consists of, each from one slice into another as long: none if it does anything else.
+    ///
+    /// # Panics
+    /// When the slices have no such blocks.
+    pub fn copies(&self) -> impl Iterator<Item = (Slice, Slice)> + use<> {
+        let (from, into, count, is_reversed) = match *self {
+            Action::Copy { from, into } => (from, into, 1, false),
+            Action::CopyBlocks { from, into, count, is_reversed } => (from, into, count as usize, is_reversed),
+            _ => (Slice::empty(), Slice::empty(), 0, false),
+        };
+        let len = from.len.min(into.len) / count.max(1);
+        let block = move |all: Slice, index: usize| match count {
+            1 => all,
+            _ => all.part(index * ((all.len - len) / (count - 1)), len),
+        };
+        (0..count).map(move |index| {
+            let target = if is_reversed { count - 1 - index } else { index };
+            (block(from, index), block(into, target))
+        })
     }
 }

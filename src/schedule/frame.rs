@@ -61,6 +61,10 @@ impl Frame {
                 let copies: SmallVec<_> = copies.collect();
                 return if copies.is_empty() { smallvec![action] } else { copies };
             }
+            Action::CopyBlocks { .. } => {
+                let copies = action.copies().map(|(from, into)| Action::Copy { from, into });
+                return copies.flat_map(|copy| self.placed(copy)).collect();
+            }
             Action::Send { to, from } => Action::Send { to, from: place(from) },
             Action::Recv { from, into } => Action::Recv { from, into: place(into) },
             Action::RecvReduce { from, into } => Action::RecvReduce { from, into: place(into) },

@@ -24,6 +24,7 @@ fn calls() -> impl Strategy<Value = Call> {
         slices().prop_map(move |into| Action::Recv { from, into }),
         slices().prop_map(move |into| Action::RecvReduce { from, into }),
         (slices(), slices()).prop_map(|(from, into)| Action::Copy { from, into }),
+        (slices(), slices()).prop_map(|(from, into)| Action::CopyBlocks { from, into, count: 2, is_reversed: true }),
         slices().prop_map(|slice| Action::Scale { slice }),
         (slices(), slices()).prop_map(|(from, into)| Action::Average { from, into }),
     ];

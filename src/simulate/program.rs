@@ -283,6 +283,7 @@ fn compact(action: &Action, element: u64, placement: Placement, sequence: impl F
                 && from.offset == into.offset;
             local(if is_in_place || from == into { Kind::Nothing } else { Kind::Copy }, from)
         }
+        Action::CopyBlocks { from, into, .. } => local(Kind::Copy, if from.len < into.len { from } else { into }),
         Action::Reduce { from, .. } | Action::Fold { from, .. } | Action::Average { from, .. } => {
             local(Kind::Reduce, from)
         }

@@ -86,14 +86,16 @@ impl Machine<'_, '_> {
                 let Some(bytes) = take(from) else { return false };
                 self.change(into, |result| reduce::combine(operands(into), result, &bytes));
             }
-            Action::Copy { from, into } => {
-                let mut bytes = self.read(from);
-                if into.space == Space::Sums && from.space != Space::Sums {
-                    let mut sums = vec![0; into.len * self.reduction.sum()];
-                    reduce::widen(dtype, &mut sums, &bytes);
-                    bytes = sums;
+            Action::Copy { .. } | Action::CopyBlocks { .. } => {
+                for (from, into) in step.action.copies() {
+                    let mut bytes = self.read(from);
+                    if into.space == Space::Sums && from.space != Space::Sums {
+                        let mut sums = vec![0; into.len * self.reduction.sum()];
+                        reduce::widen(dtype, &mut sums, &bytes);
+                        bytes = sums;
+                    }
+                    self.write(into, &bytes);
                 }
-                self.write(into, &bytes);
             }
             Action::Reduce { from, into } => {
                 let bytes = self.read(from);

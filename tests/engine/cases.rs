@@ -78,6 +78,10 @@ impl Case {
                 let expected: Vec<u64> = (0..size).flat_map(|from| block(from, rank)).collect();
                 (own(rank, send.iter().sum()), recv.iter().sum(), Some(expected))
             }
+            Collective::EqualAllToAll { count } => {
+                let block = |from: usize| (rank * count..(rank + 1) * count).map(move |index| value(from, index));
+                (own(rank, count * size), count * size, Some((0..size).flat_map(block).collect()))
+            }
             Collective::Gather { count, root } if rank == root.index() => {
                 (own(rank, count), count * size, Some((0..size).flat_map(|r| own(r, count)).collect()))
             }

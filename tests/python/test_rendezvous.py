@@ -225,6 +225,27 @@ def those_who_made_a_mistake_one_after_another_meet_anew(rank: int, size: int, o
         assert comm.get_name() == options.get("name", "comm0")
 
 
+def those_who_found_no_secret_one_after_another_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
+    store, hints = fresh_store(), {"job_secret": "short"}
+    for at_fault in reversed(range(size)):
+        if rank == at_fault:
+            with pytest.raises(ValueError, match="job_secret"):
+                ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, hints=hints, timeout=30, **options)
+        meet()
+    with communicator(rank, size, store=store, **options):
+        pass
+
+
+def those_who_found_no_secret_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
+    store, hints = fresh_store(), {"job_secret": "short"}
+    for _ in range(3):
+        with pytest.raises(ValueError, match="job_secret"):
+            ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, hints=hints, timeout=30, **options)
+        meet()
+    with communicator(rank, size, store=store, **options):
+        pass
+
+
 def those_who_failed_together_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
     store = fresh_store()
     for _ in range(3):
@@ -266,6 +287,8 @@ def test_one_name_serves_communicators_one_after_another(world: World, options: 
     [
         who_failed_alone_meets_the_others,
         those_who_made_a_mistake_one_after_another_meet_anew,
+        those_who_found_no_secret_one_after_another_meet_anew,
+        those_who_found_no_secret_meet_anew,
         those_who_failed_together_meet_anew,
     ],
     ids=lambda c: c.__name__,

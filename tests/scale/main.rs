@@ -132,8 +132,6 @@ fn run_rank(rank: usize, size: usize, store: Arc<TcpStore>, together: &Barrier) 
             ("shm_ring_bytes", if size > LARGE { "32768" } else { "" }.to_owned()),
             // Each thread of a process that sleeps is woken for what comes for others.
             ("shared_streams", if size > LARGE { "off" } else { "" }.to_owned()),
-            // The blocks of its all_to_all are equal: no rank connects to all others for it.
-            ("algorithm", "forwarding".to_owned()),
         ]
         .map(|(name, value)| (name.to_owned(), value))
         .to_vec(),
@@ -166,12 +164,9 @@ fn run_rank(rank: usize, size: usize, store: Arc<TcpStore>, together: &Barrier) 
     comm.all_gather(&mut all[..], &[rank as u64]).expect("a gather");
     assert_eq!(all, ranks);
     together.wait();
-    // The schedules of thousands of ranks for it take more memory than one machine has.
-    if size <= LARGE {
-        let own = vec![rank as u64; size];
-        comm.all_to_all(&mut all[..], &own[..]).expect("an exchange");
-        assert_eq!(all, ranks);
-    }
+    let own = vec![rank as u64; size];
+    comm.all_to_all(&mut all[..], &own[..]).expect("an exchange");
+    assert_eq!(all, ranks);
     together.wait();
     let victim = size / 2;
     if rank == victim {

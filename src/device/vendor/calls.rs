@@ -104,6 +104,7 @@ impl<'a> Making<'a, '_> {
             Collective::AllGather { counts } => self.all_gather(counts)?,
             Collective::AllGatherIntoParts { .. } => unreachable!("only programs write to other ranks' memory"),
             Collective::ByIslands { .. } => unreachable!("a library is called of one island"),
+            Collective::EqualAllToAll { .. } => unreachable!("only ranks that move data themselves ask before"),
             Collective::ReduceScatter { counts } => self.reduce_scatter(counts)?,
             Collective::AllToAll { send, recv } => {
                 for peer in ranks() {

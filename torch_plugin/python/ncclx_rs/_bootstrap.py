@@ -65,6 +65,9 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
 # How many communicators this process has made, by where their ranks met and by name; those without one under "", too.
 _made: collections.Counter[tuple[str, str]] = collections.Counter()
 
+# Those of which this process has failed to make the next before rank 0 had begun, so that the number was not used up.
+_unused: set[tuple[str, str]] = set()
+
 
 @contextlib.contextmanager
 def meeting(
@@ -74,8 +77,8 @@ def meeting(
 
     Communicators of one name in one store have numbers, which their ranks agree on if each has made as many there. One
     that has not come about has used its number up if rank 0 had begun: it has failed on all ranks, and what it has left
-    in the store is not for the next. Otherwise the next has the same number, under which others may still wait. So what
-    a rank can find wrong by itself it tells before: all ranks may have made the mistake, and rank 0 later than others.
+    in the store is not for the next. Otherwise the next has the same number, under which others may still wait: unless
+    rank 0 has failed there meanwhile, as where all ranks have made the same mistake, and rank 0 later than others.
 
     Args:
         name: the communicator's name; empty for a default.
@@ -88,27 +91,52 @@ def meeting(
         rank, size = place
         store = _root_store(rank, size, timeout) if given is None else given
         where = "alone" if size == 1 else "default" if given is None else _identity(given)
-    counted = [(where, "")] if not name else []
-    name = name or f"comm{_made[where, '']}"
-    counted.append((where, name))
-    _made.update(counted)
+    name, counted = _count(where, name)
+    if store is not None and counted[-1] in _unused:
+        _unused.remove(counted[-1])
+        if _is_past(c10d.PrefixStore(f"ncclx_rs/{name}", store), _FAILED, _made[counted[-1]]):
+            name, counted = _count(where, "" if len(counted) > 1 else name)
     number, part = _made[where, name], None
     try:
         if store is not None and place is not None:
             part = c10d.PrefixStore(f"ncclx_rs/{name}", store)
             store = c10d.PrefixStore(f"ncclx_rs/{name}/{number}", store)
             if rank == 0 and size > 1:
-                with contextlib.suppress(RuntimeError):  # whoever uses a store that fails says more of it
-                    part.set(_BEGUN, str(number))
+                _note(part, _BEGUN, number)
         yield name, store
     except BaseException:
-        if part is None or (rank != 0 and not _has_begun(part, number)):
+        if part is None or (rank != 0 and not _is_past(part, _BEGUN, number)):
             _made.subtract(counted)
+            _unused.add(counted[-1])
+        elif rank == 0:
+            _note(part, _FAILED, number)
         raise
 
 
-# The key of the number of the last communicator that rank 0 has begun to make.
-_BEGUN = "begun"
+def _count(where: str, name: str) -> tuple[str, list[tuple[str, str]]]:
+    """Counts one more communicator of that name, or of a default one; returns its name and the keys of its counts."""
+    counted = [(where, "")] if not name else []
+    name = name or f"comm{_made[where, '']}"
+    counted.append((where, name))
+    _made.update(counted)
+    return name, counted
+
+
+# The keys of the numbers of the last communicators that rank 0 has begun to make, and has not made.
+_BEGUN, _FAILED = "begun", "failed"
+
+
+def _note(part: c10d.Store, key: str, number: int) -> None:
+    with contextlib.suppress(RuntimeError):  # whoever uses a store that fails says more of it
+        part.set(key, str(number))
+
+
+def _is_past(part: c10d.Store, key: str, number: int) -> bool:
+    """Whether rank 0 has noted this number there, or a later one."""
+    try:
+        return part.check([key]) and int(part.get(key)) >= number
+    except (RuntimeError, ValueError):
+        return False  # no store is left in which to meet
 
 
 def _identity(store: c10d.Store) -> str:
@@ -117,10 +145,3 @@ def _identity(store: c10d.Store) -> str:
         return store.compare_set("ncclx_rs/store", "", secrets.token_hex(8)).decode()
     except RuntimeError:  # it cannot do that, as PyTorch's FakeStore
         return "unknown store"
-
-
-def _has_begun(part: c10d.Store, number: int) -> bool:
-    try:
-        return part.check([_BEGUN]) and int(part.get(_BEGUN)) >= number
-    except (RuntimeError, ValueError):
-        return False  # no store is left in which to meet
