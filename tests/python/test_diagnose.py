@@ -26,8 +26,8 @@ from harness import BACKEND, World, fresh_store, lacking, leaving_together, meet
 from ncclx_rs import ReduceOp, TorchComm
 from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, perfetto, read, report
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
-from ncclx_rs.diagnose.analyze import ranks
 from ncclx_rs.diagnose.dumps import Link, Peer
+from ncclx_rs.diagnose.processes import ranks
 from ncclx_rs.diagnose.pytorch import trace
 from test_flight_recorder import ANALYSER_KNOWS_US, analyse
 from test_network import Host, connect, hosts

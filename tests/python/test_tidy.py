@@ -20,8 +20,8 @@ FLOORS = [
     distwrap functional bench bench.operations bench.progress diagnose.dumps doctor""",
     # One thing each: works, memory, hosts, what users get wrong.
     """_backend_class _bootstrap _host _live _memory _mistakes _rates _reconfigure _take_over _transport _work
-    completion bench.device diagnose.links diagnose.perfetto diagnose.pytorch diagnose.troubles hooks._ring_buffer
-    hooks._signature""",
+    completion bench.device diagnose.links diagnose.perfetto diagnose.processes diagnose.pytorch diagnose.troubles
+    hooks._ring_buffer hooks._signature""",
     # What a backend has beside it: batches, hooks, dumps, metrics, libraries.
     """_alone _batch _debug_server _dump _hooks _library _metrics _pytorch_recorder _vendor
     bench.link bench.measure diagnose.analyze doctor.checks top""",

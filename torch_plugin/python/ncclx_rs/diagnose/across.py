@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ncclx_rs.diagnose.analyze import Diagnosis, Finding, ranks
+from ncclx_rs.diagnose.analyze import Diagnosis, Finding
 from ncclx_rs.diagnose.dumps import Dump, Record
+from ncclx_rs.diagnose.processes import ranks
 from ncclx_rs.diagnose.troubles import present
 
 # What ranks are at fault for that did not come.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ncclx_rs.diagnose.dumps import Communicator, Record
 from ncclx_rs.diagnose.links import SlowLink, slow_links
+from ncclx_rs.diagnose.processes import ranks
 from ncclx_rs.diagnose.troubles import Troubles, died, present
 
 
@@ -59,20 +60,6 @@ class Diagnosis:
     def ranks_at_fault(self) -> list[int]:
         """The ranks of all findings."""
         return sorted({rank for finding in self.findings for rank in finding.ranks})
-
-
-def ranks(numbers: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 0-2 and 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    words = ["-".join(map(str, run)) for run in runs]
-    many = len(words) > 1 or (bool(runs) and len(runs[0]) > 1)
-    listed = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-    return f"rank{'s' if many else ''} {listed}"
 
 
 def analyze(communicator: Communicator) -> Diagnosis:

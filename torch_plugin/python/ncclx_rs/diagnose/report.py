@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ncclx_rs.diagnose.analyze import Diagnosis, ranks
+from ncclx_rs.diagnose.analyze import Diagnosis
 from ncclx_rs.diagnose.dumps import Communicator, Record
+from ncclx_rs.diagnose.processes import ranks
 
 _MOST_DETAILS = 8
 _MOST_FINDINGS = 6
