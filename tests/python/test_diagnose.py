@@ -126,6 +126,20 @@ def test_a_rank_that_did_not_call_is_to_blame() -> None:
     assert unmatched.ranks == (0,) and "rank 0 has called no send" in unmatched.text
 
 
+def test_findings_know_who_waits_in_what() -> None:
+    called, lost = message("recv", 2), message("recv", 3)
+    ranks = [dump(0, 4, collective(0), WAITS, rank3="its process ended"), dump(1, 4, called, lost), dump(2, 4)]
+    found = {finding.kind: finding.waiting for finding in analyze(of(4, *ranks)).findings}
+    assert found == {"died": ((1, lost),), "missing": ((0, WAITS),), "unmatched": ((1, called),)}
+    gave_up = collective(0, "failed", ended=1_500_000, failure=TIMED_OUT)
+    late = collective(0, "failed", submitted=4_000_000, ended=4_000_100, failure="rank 0 reported")
+    (finding,) = analyze(of(2, dump(0, 2, gave_up), dump(1, 2, late))).findings
+    assert finding.kind == "late" and finding.waiting == ((0, gave_up),)
+
+
+WAITS = collective(1, "running")
+
+
 def test_collectives_on_a_device_are_counted_apart() -> None:
     on_device = collective(2, "running", device=True)
     apart = [collective(2), collective(1, device=True)]

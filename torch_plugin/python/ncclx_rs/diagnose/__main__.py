@@ -97,7 +97,10 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
         "members": communicator.members,
         "dumps": sorted(communicator.dumps),
         "ranks_at_fault": diagnosis.ranks_at_fault,
-        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "findings": [
+            {"kind": one.kind, "ranks": one.ranks, "text": one.text, "details": one.details}
+            for one in diagnosis.findings
+        ],
         "stragglers": [asdict(straggler) for straggler in diagnosis.stragglers],
         "links": [asdict(link) for link in diagnosis.links],
     }

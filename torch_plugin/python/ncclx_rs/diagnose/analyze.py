@@ -12,6 +12,9 @@ from ncclx_rs.diagnose.links import SlowLink, slow_links
 from ncclx_rs.diagnose.processes import ranks
 from ncclx_rs.diagnose.troubles import Troubles, died, present
 
+# Ranks, each with its operation.
+Waiting = tuple[tuple[int, Record], ...]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -26,12 +29,14 @@ class Finding:
         ranks: the ranks at fault; empty if they are not known.
         text: one sentence.
         details: further sentences.
+        waiting: the ranks that could not go on for it, each with its operation.
     """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
     details: tuple[str, ...] = ()
+    waiting: Waiting = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ def analyze(communicator: Communicator) -> Diagnosis:
     diagnosis = Diagnosis(communicator)
     troubles = present(communicator)
     dead = died(communicator, troubles)
-    diagnosis.findings += [Finding("died", (rank,), f"rank {rank} died: {cause}") for rank, cause in dead.items()]
+    for rank, cause in dead.items():
+        waiting = _messages_with(rank, troubles)
+        diagnosis.findings.append(Finding("died", (rank,), f"rank {rank} died: {cause}", waiting=waiting))
     for device in (False, True):
         diagnosis.findings += _collective(communicator, troubles, dead, device)
     diagnosis.findings += _messages(communicator, troubles, dead)
@@ -96,11 +103,17 @@ _ALIKE = 10
 
 def _collective(communicator: Communicator, troubles: Troubles, dead: dict[int, str], device: bool) -> list[Finding]:
     """Compares the ranks at the first collective on the CPU, or on the device, that some rank did not complete."""
-    stuck = [record for own in troubles.values() for record in own if record.collective and record.device is device]
+    stuck = [
+        (rank, record)
+        for rank, own in troubles.items()
+        for record in own
+        if record.collective and record.device is device
+    ]
     if not stuck:
         return []
-    first = min(stuck, key=lambda record: record.sequence)
+    first = min((record for _, record in stuck), key=lambda record: record.sequence)
     sequence, place = first.sequence, first.place
+    waiting = tuple((rank, record) for rank, record in stuck if record.sequence == sequence)
     by_call: dict[str, list[int]] = defaultdict(list)
     records: dict[int, Record] = {}
     for rank, dump in communicator.dumps.items():
@@ -113,22 +126,23 @@ def _collective(communicator: Communicator, troubles: Troubles, dead: dict[int, 
         most = len(calls[0][1])
         minority = [rank for _, called in calls if len(called) < most for rank in called]
         details = tuple(f"{ranks(called)} called {call}" for call, called in calls)
-        return [Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on {place}", details)]
+        return [Finding("mismatch", tuple(sorted(minority)), f"the ranks disagree on {place}", details, waiting)]
     came = set(calls[0][1])
     if not device:
         came |= {peer.rank for dump in communicator.dumps.values() for peer in dump.peers if peer.called > sequence}
     missing = [rank for rank in range(communicator.size) if rank not in came]
-    late = [] if dead else _late(what, records)
+    late = [] if dead else _late(what, records, waiting)
     if missing:
         details = tuple(_instead(communicator, rank, dead, first) for rank in missing)
         text = f"{ranks(missing)} did not call {what}, which {ranks(came)} did"
-        return [Finding("missing", _to_blame(missing, dead), text, details), *late]
+        return [Finding("missing", _to_blame(missing, dead), text, details, waiting), *late]
     if dead:
-        return [Finding("hang", (), f"{what}: all ranks have called it; it cannot end without {ranks(dead)}")]
+        text = f"{what}: all ranks have called it; it cannot end without {ranks(dead)}"
+        return [Finding("hang", (), text, waiting=waiting)]
     if late:
         return late
-    failures = {record.failure for record in stuck if record.sequence == sequence and record.failure}
-    return [Finding("hang", (), f"{what}: all ranks have called it, and not all could finish", tuple(sorted(failures)))]
+    failures = tuple(sorted({record.failure for _, record in waiting if record.failure}))
+    return [Finding("hang", (), f"{what}: all ranks have called it, and not all could finish", failures, waiting)]
 
 
 def _to_blame(suspects: Iterable[int], dead: dict[int, str]) -> tuple[int, ...]:
@@ -140,7 +154,7 @@ def _to_blame(suspects: Iterable[int], dead: dict[int, str]) -> tuple[int, ...]:
 _TIMED_OUT = re.compile(r"timed out after a timeout of \S+: ")
 
 
-def _late(what: str, records: dict[int, Record]) -> list[Finding]:
+def _late(what: str, records: dict[int, Record], waiting: Waiting) -> list[Finding]:
     """The ranks that called a collective after another one's time was over, by the clocks of their hosts."""
     over = [
         (record.ended, rank, record.failure)
@@ -153,7 +167,8 @@ def _late(what: str, records: dict[int, Record]) -> list[Finding]:
     late = {rank: record.submitted - end for rank, record in sorted(records.items()) if record.submitted > end}
     details = tuple(f"rank {rank} called it {after / 1e6:.1f} s after that" for rank, after in late.items())
     text = f"{ranks(late)} called {what} after rank {first} had given it up"
-    return [Finding("late", tuple(late), text, (*details, failure))] if late else []
+    in_time = tuple((rank, record) for rank, record in waiting if rank not in late)
+    return [Finding("late", tuple(late), text, (*details, failure), in_time)] if late else []
 
 
 def _instead(communicator: Communicator, rank: int, dead: dict[int, str], stuck: Record) -> str:
@@ -196,7 +211,7 @@ def _messages(communicator: Communicator, troubles: Troubles, dead: dict[int, st
             if record.peer in dead:
                 waits.setdefault(rank, record.peer)
                 continue  # the finding of its death says so
-            finding = _unmatched(communicator, rank, record, record.peer, wanted)
+            finding = replace(_unmatched(communicator, rank, record, record.peer, wanted), waiting=((rank, record),))
             if finding.ranks:
                 waits.setdefault(rank, record.peer)
             findings.append(finding)
@@ -206,6 +221,16 @@ def _messages(communicator: Communicator, troubles: Troubles, dead: dict[int, st
             findings[index] = finding = replace(finding, ranks=(last,), details=(detail,))
         findings[index] = replace(finding, ranks=_to_blame(finding.ranks, dead))
     return sorted(findings, key=lambda finding: len(finding.details))
+
+
+def _messages_with(peer: int, troubles: Troubles) -> Waiting:
+    """The messages with a rank that others did not complete."""
+    return tuple(
+        (rank, record)
+        for rank, records in troubles.items()
+        for record in records
+        if record.operation in _COUNTERPART and record.peer == peer != rank
+    )
 
 
 def _last(rank: int, waits: dict[int, int]) -> int:
