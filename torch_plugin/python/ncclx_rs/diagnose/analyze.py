@@ -24,8 +24,8 @@ class Finding:
         kind: "died"; "mismatch", the ranks called different collectives, or the two ends of a message differ;
             "missing", a rank did not call a collective that others wait in; "late", it called that when others had
             given it up; "unmatched", a send or receive without its counterpart; "deadlock", ranks that did not come
-            waited in another communicator for ranks that waited for them (`across`); "slow_link", all ranks called the
-            collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
+            waited in other communicators for ranks that waited for each other (`across`); "slow_link", all ranks called
+            the collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
         ranks: the ranks at fault; empty if they are not known.
         text: one sentence.
         details: further sentences.

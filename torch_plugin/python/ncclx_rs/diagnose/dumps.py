@@ -161,6 +161,12 @@ class Communicator:
         return next((dump.members for dump in self.dumps.values()), list(range(self.size)))
 
     @property
+    def hosts(self) -> dict[int, int]:
+        """The ranks' hosts, by numbers that mean nothing in another communicator; every dump has them."""
+        dump = next(iter(self.dumps.values()), None)
+        return {} if dump is None else {dump.rank: dump.host} | {peer.rank: peer.host for peer in dump.peers}
+
+    @property
     def newest(self) -> int:
         """When the newest dump was written."""
         return max(dump.time for dump in self.dumps.values())
