@@ -237,6 +237,21 @@ def test_those_of_whom_the_same_is_true_are_told_of_together() -> None:
     assert shown[2:4] == [f"    {told}", "    rank 1 has called nothing"]
 
 
+def test_ranks_are_numbered_by_the_job_only_where_that_means_one_process() -> None:
+    fine = made_apart("one", [10, 11], dump(0, 2, collective(0)), dump(1, 2, collective(0)))
+    absent = made_apart("two", [12, 13], dump(0, 2, collective(0), WAITS))
+    diagnoses = of_all(fine, absent)
+    assert report.summary(diagnoses).startswith("to blame: rank 1 of `two`\n\n")
+    many = [made_apart(f"{number}", [20 + number, 0], dump(0, 2, WAITS)) for number in range(9)]
+    head = report.summary(of_all(*many)).splitlines()[0]
+    assert (
+        head == "to blame: rank 1 of `0`, rank 1 of `1`, rank 1 of `2`, rank 1 of `3` and those of 5 communicators more"
+    )
+    # Of one job all along.
+    job = [named("one", [0, 1], *fine.dumps.values()), named("two", [2, 3], *absent.dumps.values())]
+    assert report.summary(of_all(*job)).startswith("to blame: rank 3 of the job\n")
+
+
 def halves(size: int) -> list[Diagnosis]:
     """Two communicators of all ranks, of which half wait in each."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ncclx_rs.diagnose.analyze import Diagnosis
 from ncclx_rs.diagnose.dumps import Communicator, Record
-from ncclx_rs.diagnose.processes import ranks
+from ncclx_rs.diagnose.processes import Processes, ranks
 
 _MOST_DETAILS = 8
 _MOST_FINDINGS = 6
@@ -18,8 +18,9 @@ _MOST_MEMBERS = 16
 
 def summary(diagnoses: Sequence[Diagnosis]) -> str:
     """The diagnoses of a job's communicators as text."""
-    members = {one.communicator.members[rank] for one in diagnoses for rank in one.ranks_at_fault}
-    head = [f"to blame: {ranks(members)} of the job"] if members and len(diagnoses) > 1 else []
+    blamed = [(index, rank) for index, one in enumerate(diagnoses) for rank in one.ranks_at_fault]
+    names = Processes([one.communicator for one in diagnoses]).names(blamed)
+    head = [f"to blame: {names}"] if blamed and len(diagnoses) > 1 else []
     return "\n\n".join([*head, *map(text, diagnoses)])
 
 
