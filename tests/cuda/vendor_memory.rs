@@ -9,6 +9,7 @@ use ncclx_rs::sys::cuda::{DeviceBytes, copy_from_host, copy_to_host};
 use ncclx_rs::sys::nccl::{NcclComm, Progress, Vendor};
 use ncclx_rs::{Buffer, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, Work};
 
+use crate::graphs::wait_until;
 use crate::harness::{alone, calls_of_nccl, context};
 use crate::ranks::{OnDevice, data, hosts_on, total, world_on};
 use crate::vendor::library;
@@ -180,6 +181,49 @@ fn memory_serves_several_communicators() {
             memory.free();
             rank.leave(());
         });
+        assert_all_ended();
+        assert_eq!(calls_of_nccl("left"), 0);
+    });
+}
+
+/// Sends the first rank's data to all.
+fn broadcast(rank: &OnDevice, buffer: Buffer) {
+    let device = rank.context.device().ordinal();
+    // SAFETY: the stream lives as long as the rank.
+    let mode = Mode::Stream(unsafe { StreamHandle::from_raw(rank.stream.to_raw(), device) });
+    let buffers = || std::iter::once(buffer).collect();
+    let kind = OpKind::Broadcast { root: Rank(0) };
+    let op = Op { kind, inputs: buffers(), outputs: buffers(), timeout: None, mode };
+    rank.comm.submit(op).and_then(|work| work.wait(None)).expect("a broadcast");
+}
+
+#[test]
+fn memory_goes_while_the_library_sends_what_has_left() {
+    alone("vendor_memory::memory_goes_while_the_library_sends_what_has_left", &[&[FOUR]], || {
+        let has_gone = AtomicBool::new(false);
+        world_on(&[0, 1], NCCL, |rank| {
+            let memory = Allocated::new(&rank, Allocates::Library, 1000);
+            let lent = Allocated::new(&rank, Allocates::Engine, 1000);
+            let owner = Owner::default();
+            rank.comm.register_memory(lent.part(10, 500), owner.lent()).expect("it is lent");
+            right_sum(&rank, lent.part(10, 500));
+            fill(&rank, memory.all(), &data(rank.me(), 1000));
+            if rank.me() == 1 {
+                wait_until("the other rank's memory", || has_gone.load(Ordering::Acquire));
+                broadcast(&rank, memory.all());
+                assert_eq!(values(&rank, memory.all()), data(0, 1000));
+                rank.comm.shutdown().expect("an end");
+                return memory.free();
+            }
+            broadcast(&rank, memory.all());
+            rank.comm.shutdown().expect("an end");
+            wait_until("the end has begun", || calls_of_nccl("destroys") == 1);
+            memory.free();
+            wait_until("what was lent", || owner.is_gone());
+            assert_eq!(calls_of_nccl("ends"), 0, "the other rank has not received");
+            has_gone.store(true, Ordering::Release);
+        });
+        wait_until("both ends", || calls_of_nccl("ends") == 2);
         assert_all_ended();
         assert_eq!(calls_of_nccl("left"), 0);
     });

@@ -352,6 +352,7 @@ void Communicator::end() {
   dismiss_all();
   cuEventDestroy_v2(end_);
   cuEventDestroy_v2(captured_end_);
+  count("ends");
 }
 
 }  // namespace fakenccl
@@ -440,13 +441,22 @@ API int ncclCommGetAsyncError(void* handle, int* state) {
 API int ncclCommAbort(void* handle) {
   const auto comm = take(handle);
   if (!comm) return refuse(InvalidArgument, "no communicator");
+  count("aborts");
   comm->abort();
   return Success;
 }
 
 API int ncclCommDestroy(void* handle) {
+  const auto known = find(handle);
+  if (!known) return refuse(InvalidArgument, "no communicator");
+  // As NCCL, which frees nothing then.
+  if (const int state = known->state) {
+    breach("ncclCommDestroy of a communicator that has failed: it stays");
+    return state == InProgress ? int(InvalidArgument) : state;
+  }
   const auto comm = take(handle);
   if (!comm) return refuse(InvalidArgument, "no communicator");
+  count("destroys");
   // NCCL ends them after what it needs for that.
   if (const size_t left = comm->dismiss_all()) breach(std::to_string(left) + " registrations were left to ncclCommDestroy");
   comm->destroy();

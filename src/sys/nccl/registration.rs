@@ -36,13 +36,20 @@ impl NcclComm {
     }
 
     /// Ends the registration of memory that begins here, if there is one. Nothing on a stream uses it any more. Of a
-    /// communicator that is being given back, the library ends it: this waits for that.
+    /// communicator that is being given back with it, the library ends it: this waits for that.
     ///
     /// # Errors
     /// The library fails; or the communicator has been given up, and a CUDA graph still has calls of it.
     pub fn deregister(&self, at: DevicePtr) -> Result<(), NcclError> {
-        let ended = self.with_raw(|raw| self.end_registration(raw, lock(&self.registered).remove(&at)));
+        let ended = self.with_raw(|raw| match lock(&self.registered).remove(&at) {
+            Some(Registration::Done(handle)) => self.end_registration(raw, &handle),
+            Some(Registration::None) | None => Ok(()),
+        });
         ended.unwrap_or_else(|_gone| {
+            if !matches!(lock(&self.registered).get(&at), Some(Registration::Done(_))) {
+                // Its end may wait for other ranks for as long as they please.
+                return Ok(());
+            }
             // Whoever calls this may be who is to destroy the graph.
             if self.is_held() {
                 return Err(NcclError::Held);
@@ -53,20 +60,31 @@ impl NcclComm {
     }
 
     /// Ends all registrations. Nothing of the communicator is on a stream.
+    ///
+    /// # Errors
+    /// The library fails. What it fails at stays registered.
     pub fn deregister_all(&self) -> Result<(), NcclError> {
         let ended = self.with_raw(|raw| {
-            let all = std::mem::take(&mut *lock(&self.registered)).into_values();
-            // All are tried.
-            all.map(|one| self.end_registration(raw, Some(one))).fold(Ok(()), Result::and)
+            let mut all = Ok(());
+            // Each is tried.
+            lock(&self.registered).retain(|_, registration| {
+                let Registration::Done(handle) = registration else { return false };
+                let ended = self.end_registration(raw, handle);
+                let stays = ended.is_err();
+                if all.is_ok() {
+                    all = ended;
+                }
+                stays
+            });
+            all
         });
         ended.unwrap_or(Ok(()))
     }
 
-    fn end_registration(&self, raw: RawComm, ended: Option<Registration>) -> Result<(), NcclError> {
-        let Some(Registration::Done(Handle(handle))) = ended else { return Ok(()) };
+    fn end_registration(&self, raw: RawComm, Handle(handle): &Handle) -> Result<(), NcclError> {
         let deregister = self.library().functions().comm_deregister;
         let deregister = deregister.ok_or_else(|| self.library().lacks(Feature::Memory))?;
         // SAFETY: of this communicator, which lives as its lock is held, and not deregistered yet.
-        self.library().check("ncclCommDeregister", unsafe { deregister(raw, handle) })
+        self.library().check("ncclCommDeregister", unsafe { deregister(raw, *handle) })
     }
 }
