@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <set>
 #include <thread>
 
 #include "memory.h"
@@ -21,11 +22,25 @@ namespace {
 struct Living {
   std::mutex mutex;
   std::map<void*, std::shared_ptr<Communicator>> all;
+  // Those that are being given back.
+  std::set<std::shared_ptr<Communicator>> ending;
 };
 
+// As NCCL's threads, what is left goes with the process.
+void cut_all();
+
 Living& living() {
-  static auto* const living = new Living;
+  static auto* const living = [] {
+    atexit(cut_all);
+    return new Living;
+  }();
   return *living;
+}
+
+void cut_all() {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  for (const auto& known : living().all) known.second->cut();
+  for (const auto& known : living().ending) known->cut();
 }
 
 std::shared_ptr<Communicator> take(void* handle) {
@@ -34,7 +49,13 @@ std::shared_ptr<Communicator> take(void* handle) {
   if (found == living().all.end()) return nullptr;
   auto taken = found->second;
   living().all.erase(found);
+  living().ending.insert(taken);
   return taken;
+}
+
+void has_ended(const std::shared_ptr<Communicator>& taken) {
+  std::lock_guard<std::mutex> lock(living().mutex);
+  living().ending.erase(taken);
 }
 
 // Sleeps longer the longer it has been in vain.
@@ -303,6 +324,15 @@ bool Communicator::begin_launch() {
   turn_.lock();
   const Fault& fault = settings().fault;
   const bool goes_wrong = ++launches_ == fault.launch && fault.rank == rank && fault.when == Fault::When::Launch;
+  if (goes_wrong && fault.is_later) {
+    std::thread([self = shared_from_this()] {
+      usleep(200000);
+      self->failure = "a connection was lost later";
+      self->state = SystemError;
+      count("failures");
+    }).detach();
+    return !is_aborted();
+  }
   if (goes_wrong && fault.is_error) fail("a connection was lost");
   while (goes_wrong && !is_aborted()) usleep(200);
   return !is_aborted();
@@ -325,8 +355,17 @@ void Communicator::abort() {
 }
 
 void Communicator::destroy() {
-  while (!is_received() && !is_aborted()) usleep(100);
+  shared_->card(rank).is_leaving = 1;
+  while (!(is_received() && all_leave()) && !is_aborted()) usleep(100);
   end();
+}
+
+bool Communicator::all_leave() const {
+  if (!settings().leaves_together) return true;
+  for (int other = 0; other < size; other++) {
+    if (!shared_->card(other).is_leaving) return false;
+  }
+  return true;
 }
 
 bool Communicator::is_received() const {
@@ -337,7 +376,15 @@ bool Communicator::is_received() const {
   return true;
 }
 
+void Communicator::cut() {
+  for (int peer = 0; peer < size; peer++) {
+    Channel& channel = shared_->channel(rank, peer);
+    if (channel.written != channel.read) channel.is_cut = 1;
+  }
+}
+
 void Communicator::end() {
+  shared_->card(rank).is_leaving = 1;
   is_aborted_ = true;
   {
     std::lock_guard<std::mutex> lock(making_mutex_);
@@ -345,11 +392,10 @@ void Communicator::end() {
   }
   // As NCCL from 2.26 on: what is on streams runs out, and the end waits for graphs, whose replays do nothing until then.
   while (running_ || graphs_) usleep(100);
-  for (int peer = 0; peer < size; peer++) {
-    Channel& channel = shared_->channel(rank, peer);
-    if (channel.written != channel.read) channel.is_cut = 1;
-  }
+  cut();
   dismiss_all();
+  // NCCL frees memory, which spoils captures of other threads unless this one is relaxed.
+  cuMemFree(0);
   cuEventDestroy_v2(end_);
   cuEventDestroy_v2(captured_end_);
   count("ends");
@@ -443,6 +489,7 @@ API int ncclCommAbort(void* handle) {
   if (!comm) return refuse(InvalidArgument, "no communicator");
   count("aborts");
   comm->abort();
+  has_ended(comm);
   return Success;
 }
 
@@ -460,5 +507,6 @@ API int ncclCommDestroy(void* handle) {
   // NCCL ends them after what it needs for that.
   if (const size_t left = comm->dismiss_all()) breach(std::to_string(left) + " registrations were left to ncclCommDestroy");
   comm->destroy();
+  has_ended(comm);
   return Success;
 }

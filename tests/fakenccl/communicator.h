@@ -32,7 +32,7 @@ struct Transfer {
   bool differs() const { return head && !is_send && done >= sizeof *head && *head != length; }
 };
 
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // Communicators that share resources are of one family: all end with the first one that is aborted.
   using Family = std::shared_ptr<std::atomic<bool>>;
@@ -115,6 +115,8 @@ class Communicator {
   void abort();
   // As the others' end, who go on: after they have received what they were sent.
   void destroy();
+  // What others have not received is lost.
+  void cut();
 
   // The operations that a program has made: their factors, or where those lie. None if it is gone.
   struct Factor {
@@ -126,6 +128,7 @@ class Communicator {
 
  private:
   bool is_received() const;
+  bool all_leave() const;
   void end();
 
   const CUdevice device_;

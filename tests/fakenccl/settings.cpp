@@ -32,6 +32,7 @@ Fault fault() {
                : !strcmp(when, "register") ? Fault::When::Register
                                            : Fault::When::Launch;
   fault.is_error = !strcmp(what, "error");
+  fault.is_later = !strcmp(what, "later");
   return fault;
 }
 
@@ -50,10 +51,15 @@ unsigned long launch_us() {
   return text ? strtoul(text, nullptr, 10) : 0;
 }
 
+bool leaves_together() {
+  const char* text = getenv("FAKENCCL_TOGETHER");
+  return text && !strcmp(text, "1");
+}
+
 }  // namespace
 
 const Settings& settings() {
-  static const Settings settings{version(), fault(), launch_us()};
+  static const Settings settings{version(), fault(), launch_us(), leaves_together()};
   return settings;
 }
 

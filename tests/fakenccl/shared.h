@@ -17,7 +17,7 @@ struct Channel {
   std::atomic<uint32_t> is_connected[2];
   std::atomic<uint64_t> written;
   std::atomic<uint64_t> read;
-  // The sender was aborted before all was read.
+  // The sender was aborted, or its process has ended, before all was read.
   std::atomic<uint32_t> is_cut;
   char bytes[ROOM];
 };
@@ -25,6 +25,7 @@ struct Channel {
 // What a rank says of itself when it joins, and of its place when the communicator is split.
 struct Card {
   std::atomic<uint32_t> is_there;
+  std::atomic<uint32_t> is_leaving;
   int version;
   CUuuid device;
   // How many splits it has called, and of how many it has read what all ranks say.
