@@ -16,6 +16,7 @@ use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
+use crate::device::vendor::ending::Leaving;
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
@@ -591,7 +592,7 @@ impl Communicator {
                 engine.dump_failure(&how);
             }
         });
-        self.close(&how);
+        self.close(&how, Leaving::AfterFailure);
     }
 
     /// Waits a short while for operations in flight, then leaves, which is no loss to the other ranks. Idempotent.
@@ -631,22 +632,23 @@ impl Communicator {
             }
             None => {}
         }
-        self.close("shut down");
+        self.close("shut down", Leaving::Well);
         Ok(())
     }
 
-    fn close(&self, how: &str) {
+    fn close(&self, how: &str, leaving: Leaving) {
         self.device.leave(&self.name, how);
-        let (departed, on_loss) = self.driver.with_engine(|engine| {
+        let (departed, on_loss, leaving) = self.driver.with_engine(|engine| {
             let departed = engine.departure(how);
+            let leaving = if engine.loss().is_some() { Leaving::AfterFailure } else { leaving };
             engine.close(how);
-            (departed, engine.forget_on_loss())
+            (departed, engine.forget_on_loss(), leaving)
         });
         // What it owns may be another communicator.
         drop(on_loss);
         self.driver.flush_finished();
         self.driver.close();
-        self.device.close();
+        self.device.close(leaving);
         lock(&self.claim).take();
         let detector = lock(&self.detector).take();
         match (detector, departed) {
@@ -660,7 +662,7 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         if self.driver.is_here() {
-            self.close("dropped");
+            self.close("dropped", Leaving::Well);
         }
     }
 }

@@ -22,6 +22,7 @@ use crate::device::regions::Regions;
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::part::Part;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
@@ -116,17 +117,17 @@ impl DeviceSide {
     }
 
     /// Gives back what the communicator has on the device. The engine is closed by then, so no thread waits in here for ranks.
-    pub(super) fn close(&self) {
+    pub(super) fn close(&self, leaving: Leaving) {
         // What was never registered goes at once.
         let lent = std::mem::take(&mut *lock(&self.libraries.lent));
         if let Some(executor) = self.executor.get() {
-            executor.close(lent);
+            executor.close(lent, leaving);
         }
         if let Some(messages) = self.messages.get() {
-            messages.close();
+            messages.close(leaving);
         }
         lock(&self.part).take();
-        self.close_island();
+        self.close_island(leaving);
     }
 }
 
@@ -284,7 +285,7 @@ impl DeviceSide {
                     // If this rank has left meanwhile, nobody else gives up what the other ranks wait for.
                     check_open(group, operation).inspect_err(|error| {
                         executor.leave(error.clone());
-                        executor.close(Regions::default());
+                        executor.close(Regions::default(), Leaving::AfterFailure);
                     })?;
                 }
                 Err(Refusal::ForNow(error)) => return Err(error),

@@ -27,6 +27,7 @@ use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
@@ -176,16 +177,10 @@ enum Run<'a> {
     Vendor(Arc<VendorComm>, Calls<'a>),
 }
 
-/// A vendor's communicator, which ends when this is dropped, and a byte for barriers.
+/// A vendor's communicator, and a byte for barriers.
 struct Vendor {
     comm: Arc<VendorComm>,
     spare: Arc<DeviceMemory>,
-}
-
-impl Drop for Vendor {
-    fn drop(&mut self) {
-        drop(self.comm.end());
-    }
 }
 
 impl Executor {
@@ -571,12 +566,13 @@ impl Executor {
 
     /// Has the reaper give memory back once the device does not use it any more, and what the program has lent after it. This
     /// rank must have left before.
-    pub(crate) fn close(&self, lent: Regions) {
+    pub(crate) fn close(&self, lent: Regions, leaving: Leaving) {
         self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
         // A thread that was still setting up when this rank left may have submitted operations since.
         self.in_flight.leave(self.closed("an operation in flight".to_owned()));
-        watch::reap(self.in_flight.clone(), Box::new((state, lent)));
+        let libraries = state.vendor.iter().map(|vendor| vendor.comm.clone()).collect();
+        watch::reap_with(libraries, leaving, vec![self.in_flight.clone()], Box::new((state, lent)));
     }
 
     /// The error of an operation that cannot be run, on this rank or on any.

@@ -194,7 +194,7 @@ impl Replayed for GraphLane {
             return None;
         }
         let memory = lock(&self.memory).take()?;
-        Some(Left { in_flight: vec![self.replay.in_flight().clone()], memory: Box::new(memory) })
+        Some(Left::new(vec![self.replay.in_flight().clone()], Box::new(memory)))
     }
 }
 

@@ -220,7 +220,7 @@ impl Replayed for GraphLibrary {
             return None;
         }
         let memory = lock(&self.memory).take()?;
-        Some(Left { in_flight: vec![self.in_flight.clone()], memory: Box::new(memory) })
+        Some(Left::new(vec![self.in_flight.clone()], Box::new(memory)))
     }
 }
 

@@ -214,7 +214,7 @@ impl Replayed for GraphWaits {
         }
         let mut state = lock(&self.state);
         let in_flight = state.waits.drain(..).map(|wait| wait.home.in_flight()).collect();
-        Some(Left { in_flight, memory: Box::new(std::mem::take(&mut state.kept)) })
+        Some(Left::new(in_flight, Box::new(std::mem::take(&mut state.kept))))
     }
 }
 

@@ -27,6 +27,7 @@ use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
 use crate::device::setup::Presence;
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::words::SLOTS;
@@ -507,11 +508,11 @@ impl Messages {
     }
 
     /// Has the reaper give memory back once the device no longer uses it, after [`leave`](Messages::leave).
-    pub(crate) fn close(&self) {
+    pub(crate) fn close(&self, leaving: Leaving) {
         let Some(state) = lock(&self.state).take() else { return };
         let in_flight = |link: &Arc<Link>| link.in_flight.clone();
         let in_flight = self.links().all.iter().flat_map(in_flight).map(|lane| lane as Arc<dyn Watched>).collect();
-        watch::reap_all(in_flight, Box::new(state));
+        watch::reap_with(state.pairs().libraries(), leaving, in_flight, Box::new(state));
     }
 
     fn links(&self) -> MutexGuard<'_, Links> {

@@ -12,7 +12,7 @@ use crate::config::{EngineChoice, NcclFields};
 use crate::device::control::Control;
 use crate::device::counters::Word;
 use crate::device::far_pairs::{FarPair, FarPairs};
-use crate::device::in_flight::{Ends, InFlight};
+use crate::device::in_flight::{Ends, InFlight, Runner};
 use crate::device::network::NetworkMemory;
 use crate::device::parts::Awaited;
 use crate::device::regions::Regions;
@@ -21,7 +21,6 @@ use crate::device::rounds::{CELLS, Direction};
 use crate::device::setup::{self, AllGather, Member, Parts, SetupFailure, Wanted};
 use crate::device::staging::Staging;
 use crate::device::vendor::choice::{Offer, no_streams, offer};
-use crate::device::vendor::ending::Ending;
 use crate::device::vendor::{Candidate, VendorComm};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
@@ -179,7 +178,8 @@ impl Library {
 
 impl Drop for Library {
     fn drop(&mut self) {
-        drop(self.comm.end());
+        // Unless it has ended. What is in flight keeps it, too.
+        self.comm.give_up();
     }
 }
 
@@ -365,14 +365,6 @@ pub(crate) struct Pairs {
     pub(crate) by_peer: Vec<Option<Pair>>,
 }
 
-impl Drop for Pairs {
-    fn drop(&mut self) {
-        // All at once, since each waits for its peer.
-        let libraries = self.by_peer.iter().flatten().filter_map(|pair| pair.library.as_ref()).flatten();
-        let _endings: Vec<Ending> = libraries.filter_map(|library| library.comm.end()).collect();
-    }
-}
-
 impl Pairs {
     pub(crate) fn new(me: Rank, size: usize) -> Pairs {
         Pairs { me, by_peer: (0..size).map(|_| None).collect() }
@@ -388,6 +380,12 @@ impl Pairs {
     /// When the pair is not set up.
     pub(crate) fn pair(&self, peer: Rank) -> &Pair {
         self.by_peer[peer.index()].as_ref().expect("pairs are set up before their first message")
+    }
+
+    /// The communicators of a vendor's library that carry messages.
+    pub(crate) fn libraries(&self) -> Vec<Arc<VendorComm>> {
+        let libraries = self.by_peer.iter().flatten().filter_map(|pair| pair.library.as_ref()).flatten();
+        libraries.map(|library| library.comm.clone()).collect()
     }
 
     /// The vendor's library that carries the messages of a channel, if one does.

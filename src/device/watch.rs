@@ -4,14 +4,17 @@
 //! a caller wants to learn of an end soon; else it sleeps. It never calls the driver. The reaper gives back what communicators
 //! have left, once nothing is in flight. Calls that free memory wait for the device, and so perhaps for an operation that is
 //! put on it meanwhile: if that fails, only the watch can end it. Both threads run from the first setup on, before anything is
-//! in flight.
+//! in flight. Communicators of a vendor's library, which wait for other ranks as they end, the watch has end all at once, and the
+//! reaper waits for each before its memory goes.
 
 use std::any::Any;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use crate::device::in_flight::{Look, Watched};
-use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, lock};
+use crate::device::in_flight::{Look, Runner, Watched};
+use crate::device::vendor::VendorComm;
+use crate::device::vendor::ending::{self, Ending, Leaving};
+use crate::sync::{self, Arc, AtomicBool, Condvar, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::cuda::Relaxed;
 use crate::sys::exit::at_exit;
 use crate::sys::fork::PerProcess;
@@ -34,6 +37,8 @@ struct State {
     idle: Vec<Left>,
     is_giving_back: bool,
     is_ending: bool,
+    /// Whether all that was left before the process ends, and is not in flight, can be given back.
+    is_sorted: bool,
     is_watching: bool,
     has_reaper: bool,
 }
@@ -52,14 +57,33 @@ pub(crate) trait Replayed: Send + Sync {
 
 /// What a communicator has left, and what it had in flight.
 pub(crate) struct Left {
-    pub(crate) in_flight: Vec<Arc<dyn Watched>>,
-    pub(crate) memory: Box<dyn Any + Send>,
+    in_flight: Vec<Arc<dyn Watched>>,
+    /// What ends before the memory goes, and the ends that have begun.
+    libraries: Vec<Arc<VendorComm>>,
+    endings: Vec<Ending>,
+    memory: Box<dyn Any + Send>,
 }
 
 impl Left {
+    pub(crate) fn new(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) -> Left {
+        Left { in_flight, libraries: Vec::new(), endings: Vec::new(), memory }
+    }
+
+    /// Whether an operation has not ended on the device although it failed long ago.
+    fn is_stuck(&self) -> bool {
+        self.in_flight.iter().any(|in_flight| in_flight.is_stuck())
+    }
+
+    /// Has the communicators of a library end.
+    fn begin_to_end(&mut self) {
+        if !self.is_stuck() {
+            self.endings = self.libraries.iter().filter_map(|library| library.end()).collect();
+        }
+    }
+
     /// Gives the memory back, unless an operation that has not ended may use it.
     fn give_back(self) {
-        if self.in_flight.iter().any(|in_flight| in_flight.is_stuck()) {
+        if self.is_stuck() {
             log::warn!("an operation on a device has not ended: its memory is not given back");
             std::mem::forget(self.memory);
         }
@@ -76,8 +100,13 @@ pub(crate) fn begin() -> std::io::Result<()> {
     // A forked child inherits the registration from its parent, which does no harm.
     static AT_EXIT: Once = Once::new();
     WATCH.get().begin()?;
+    end_with_the_process(&AT_EXIT)
+}
+
+/// Has [`end`] called when the process ends, unless this was done.
+fn end_with_the_process(once: &Once) -> std::io::Result<()> {
     let mut registered = Ok(());
-    AT_EXIT.call_once(|| registered = at_exit(end));
+    once.call_once(|| registered = at_exit(end));
     registered
 }
 
@@ -109,12 +138,34 @@ pub(crate) fn reap(in_flight: Arc<dyn Watched>, memory: Box<dyn Any + Send>) {
 
 /// As [`reap`], for memory that several lanes use.
 pub(crate) fn reap_all(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) {
-    WATCH.get().reap(Left { in_flight, memory });
+    WATCH.get().reap(Left::new(in_flight, memory));
+}
+
+/// As [`reap_all`], of a communicator that leaves these of a vendor's library. They end before the memory goes.
+pub(crate) fn reap_with(
+    libraries: Vec<Arc<VendorComm>>,
+    leaving: Leaving,
+    in_flight: Vec<Arc<dyn Watched>>,
+    memory: Box<dyn Any + Send>,
+) {
+    // What runs at the process's end runs in the reverse order: this before what the library, loaded by now, does then.
+    static BEFORE_LIBRARIES: Once = Once::new();
+    if let Err(error) = end_with_the_process(&BEFORE_LIBRARIES) {
+        log::warn!("the end of the process may not wait for a vendor's library: {error}");
+    }
+    if leaving == Leaving::AfterFailure {
+        libraries.iter().for_each(|library| library.give_up());
+    }
+    WATCH.get().reap(Left { libraries, ..Left::new(in_flight, memory) });
 }
 
 /// The process ends: the driver goes now, and must not be called any more.
 extern "C" fn end() {
-    WATCH.get().end(END_TIMEOUT);
+    static HAS_ENDED: AtomicBool = AtomicBool::new(false);
+    // Relaxed: one thread ends the process.
+    if !HAS_ENDED.swap(true, Ordering::Relaxed) {
+        WATCH.get().end(END_TIMEOUT);
+    }
 }
 
 impl Watch {
@@ -154,11 +205,10 @@ impl Watch {
             let mut state = lock(&self.state);
             state = match pause(next) {
                 Some(time) => wait_for(&self.changed, state, time),
-                None if state.watched.is_empty() && state.graphs.is_empty() && state.left.is_empty() => {
-                    wait(&self.changed, state)
-                }
+                None if state.has_nothing_to_see() => wait(&self.changed, state),
                 None => state,
             };
+            let is_ending = state.is_ending;
             let (mut watched, mut graphs) = (std::mem::take(&mut state.watched), std::mem::take(&mut state.graphs));
             drop(state);
             let now = Instant::now();
@@ -181,9 +231,15 @@ impl Watch {
             state.watched.append(&mut watched);
             state.graphs.append(&mut graphs);
             state.left.append(&mut gone);
-            if is_idle && state.watched.is_empty() && !state.left.is_empty() {
-                let mut left = std::mem::take(&mut state.left);
+            let is_idle = is_idle && state.watched.is_empty();
+            let mut left = if is_idle { std::mem::take(&mut state.left) } else { Vec::new() };
+            if !left.is_empty() || is_ending {
+                drop(state);
+                // All at once, since each may wait for other ranks.
+                left.iter_mut().for_each(Left::begin_to_end);
+                let mut state = lock(&self.state);
                 state.idle.append(&mut left);
+                state.is_sorted = is_ending;
                 self.turned.notify_all();
             }
         }
@@ -203,10 +259,16 @@ impl Watch {
                 state = wait(&self.turned, state);
                 continue;
             }
-            let left = state.idle.remove(0);
+            let mut left = state.idle.remove(0);
             state.is_giving_back = true;
             drop(state);
-            left.give_back();
+            // Waits for each.
+            left.endings.clear();
+            if lock(&self.state).is_ending {
+                std::mem::forget(left);
+            } else {
+                left.give_back();
+            }
             state = lock(&self.state);
             state.is_giving_back = false;
             self.turned.notify_all();
@@ -214,16 +276,37 @@ impl Watch {
     }
 
     /// Has the reaper begin nothing more, and waits until it has left the driver, for `limit` at most: the reaper may wait for
-    /// a device that never ends.
+    /// a device that never ends. Before that, has communicators of a library end as ever, which may have bytes to send.
     fn end(&self, limit: Duration) {
-        let begin = Instant::now();
         let mut state = lock(&self.state);
         state.is_ending = true;
-        while state.is_giving_back
+        self.changed.notify_one();
+        drop(state);
+        self.wait_until(limit, |state| state.is_sorted || !state.is_watching);
+        if !ending::wait_for_all(limit) {
+            log::warn!(
+                "the process ends before communicators of a vendor's library have: other ranks may miss what they were sent"
+            );
+        }
+        self.wait_until(limit, |state| !state.is_giving_back);
+    }
+
+    /// Waits until something is so, for `limit` at most.
+    fn wait_until(&self, limit: Duration, is: impl Fn(&State) -> bool) {
+        let begin = Instant::now();
+        let mut state = lock(&self.state);
+        while !is(&state)
             && let Some(left) = limit.checked_sub(begin.elapsed())
         {
             state = wait_for(&self.turned, state, left);
         }
+    }
+}
+
+impl State {
+    fn has_nothing_to_see(&self) -> bool {
+        let is_asked = self.is_ending && !self.is_sorted;
+        self.watched.is_empty() && self.graphs.is_empty() && self.left.is_empty() && !is_asked
     }
 }
 
@@ -251,7 +334,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// How often it looks while a stream is released, or a caller wants to learn of an end.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How long the end of the process waits for the driver.
+/// How long the end of the process waits for the driver. For communicators of a library it waits until their own limit, too.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]

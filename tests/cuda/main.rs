@@ -11,6 +11,8 @@ mod harness;
 mod hip;
 mod hosts;
 mod lanes;
+#[path = "../engine/log_capture.rs"]
+mod log_capture;
 mod message_graphs;
 mod messages;
 mod mixed;
@@ -35,6 +37,7 @@ mod stopped;
 mod through_host;
 mod trouble;
 mod vendor;
+mod vendor_ends;
 mod vendor_graphs;
 mod vendor_memory;
 mod vendor_messages;

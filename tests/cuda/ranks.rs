@@ -202,6 +202,11 @@ impl Process {
         Process { rank: Rank::from(rank), size, store: Arc::new(store) }
     }
 
+    /// The store of all, apart from what communicators have in it.
+    pub(crate) fn store(&self) -> PrefixStore {
+        PrefixStore::new("test", self.store.clone())
+    }
+
     /// This rank of a communicator of this name.
     pub(crate) fn join(&self, name: &str, device: u32, hints: &[(&str, &str)]) -> OnDevice {
         let store = Arc::new(PrefixStore::new(name, self.store.clone()));

@@ -7,6 +7,8 @@ use crate::comm::island::{Member, Mixed, Turn};
 use crate::config::EngineChoice;
 use crate::device::setup::{self, AllGather, SetupFailure};
 use crate::device::vendor::alike::{self, Card, OnDevice};
+use crate::device::vendor::ending::Leaving;
+use crate::device::watch;
 use crate::engine::region::Words;
 use crate::error::Error;
 use crate::sync::{Arc, Mutex, lock};
@@ -86,6 +88,7 @@ impl DeviceSide {
 
     /// What this rank has on a device.
     fn card(&self, device: u32) -> Result<Own, SetupFailure> {
+        watch::begin().map_err(setup::failed("the threads that watch devices"))?;
         let device = Device::new(device).map_err(setup::failed("its device"))?;
         let context = Context::primary(device).map_err(setup::failed("a context"))?;
         let provider = provider().map_err(setup::failed("the driver"))?;
@@ -100,12 +103,12 @@ impl DeviceSide {
         Ok((OnDevice { provider, uuid, library: told }, library, context))
     }
 
-    /// Gives back what the ranks that are alike have of a library. Nothing of it is on a stream, or it was given up.
-    pub(super) fn close_island(&self) {
-        let mixed = lock(&self.mixed).take();
-        let member = mixed.as_ref().and_then(|mixed| mixed.member.as_ref());
+    /// Has the reaper give back what the ranks that are alike have of a library. Nothing of it is on a stream, or it was given up.
+    pub(super) fn close_island(&self, leaving: Leaving) {
+        let Some(mixed) = lock(&self.mixed).take() else { return };
+        let member = mixed.member.as_ref();
         if let Some(library) = member.and_then(|member| lock(&member.library).take()) {
-            drop(library.end());
+            watch::reap_with(vec![library], leaving, Vec::new(), Box::new(mixed));
         }
     }
 }

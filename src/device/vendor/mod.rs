@@ -20,6 +20,7 @@ use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
+use crate::sys::fork::Origin;
 use crate::sys::nccl::{Feature, Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
 use crate::types::Rank;
 
@@ -37,9 +38,12 @@ use ending::{Ending, abort_aside};
 use part::Part;
 
 /// A communicator of a library, and what begins another one once it was given up.
+///
+/// Dropped before it [ends](VendorComm::end), it is given up.
 #[derive(Debug)]
 pub(crate) struct VendorComm {
     chosen: Chosen,
+    origin: Origin,
     raw: Mutex<Arc<NcclComm>>,
     is_given_up: AtomicBool,
     /// How often it was split.
@@ -168,9 +172,9 @@ impl Chosen {
     }
 
     fn with(&self, raw: Arc<NcclComm>) -> Arc<VendorComm> {
-        let (chosen, raw) = (self.clone(), Mutex::new(raw));
+        let (chosen, origin, raw) = (self.clone(), Origin::here(), Mutex::new(raw));
         let (is_given_up, splits) = (AtomicBool::new(false), AtomicU64::new(0));
-        Arc::new(VendorComm { chosen, raw, is_given_up, splits, connected: Mutex::default() })
+        Arc::new(VendorComm { chosen, origin, raw, is_given_up, splits, connected: Mutex::default() })
     }
 }
 
@@ -371,40 +375,44 @@ impl VendorComm {
         let raw = begin(&self.chosen, current, all_gather, are_there)?;
         *lock(&self.raw) = Arc::new(raw);
         lock(&self.connected).clear();
-        // Relaxed: as in `give_up`.
+        // Relaxed: as in `is_left`.
         self.is_given_up.store(false, Ordering::Relaxed);
         Ok(())
     }
 
     /// Whether it has been given up, for a failure that is known by then.
     pub(crate) fn is_given_up(&self) -> bool {
-        // Relaxed: as in `give_up`.
+        // Relaxed: as in `is_left`.
         self.is_given_up.load(Ordering::Relaxed)
     }
 
-    /// Gives the communicator back, unless that has been done. Nothing of it is on a stream. Replays of graphs that have calls of it do
-    /// nothing from now on.
+    /// Begins to give the communicator back, unless that has been done; waits for nothing. Nothing of it is on a stream. Replays of graphs
+    /// that have calls of it do nothing from now on.
     #[must_use = "the end is waited for"]
     pub(crate) fn end(&self) -> Option<Ending> {
-        // Relaxed: as in `give_up`.
-        if self.is_given_up.swap(true, Ordering::Relaxed) {
+        if self.is_left() {
             return None;
         }
-        let raw = lock(&self.raw).clone();
-        if raw.is_held() {
-            // The library waits for the graphs.
+        let (raw, what) =
+            (lock(&self.raw).clone(), format!("communicator `{}`: its {}", self.chosen.comm, self.library()));
+        // The library waits for graphs. What has failed it does not destroy, and frees nothing of it (`ncclCommEnsureReady` in
+        // NCCL's [init.cc](https://github.com/NVIDIA/nccl/blob/v2.30.7-1/src/init.cc)).
+        let progress = raw.progress();
+        if let Err(error) = &progress {
+            log::warn!("{what} has failed by its end: {error}");
+        }
+        if raw.is_held() || progress != Ok(Progress::Done) {
             abort_aside(raw);
             return None;
         }
-        // The library ends them after what it needs for that.
-        if let Err(error) = raw.deregister_all() {
-            log::warn!(
-                "communicator `{}`: memory stays registered with {}: {error}",
-                self.chosen.comm,
-                self.chosen.library()
-            );
-        }
-        Some(Ending::begin(format!("communicator `{}`: its {}", self.chosen.comm, self.library()), raw))
+        Some(Ending::begin(what, raw))
+    }
+
+    /// Notes that it is given up or ends. Whether it was before, or is another process's.
+    fn is_left(&self) -> bool {
+        // Before any lock, which a thread of the parent may hold in a forked child.
+        // Relaxed: it only keeps a second thread from giving back the same communicator.
+        !self.origin.is_here() || self.is_given_up.swap(true, Ordering::Relaxed)
     }
 }
 
@@ -414,10 +422,15 @@ impl Runner for VendorComm {
     }
 
     fn give_up(&self) {
-        // Relaxed: it only keeps a second thread from aborting the same communicator.
-        if !self.is_given_up.swap(true, Ordering::Relaxed) {
+        if !self.is_left() {
             abort_aside(lock(&self.raw).clone());
         }
+    }
+}
+
+impl Drop for VendorComm {
+    fn drop(&mut self) {
+        self.give_up();
     }
 }
 

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::NcclFields;
 use crate::device::vendor::ending::abort_aside;
 use crate::sync::Arc;
+use crate::sys::fork::Origin;
 use crate::sys::nccl::{Nccl, NcclComm, Progress};
 
 /// A communicator of a library for ranks that have none yet, split from that of others.
@@ -14,6 +15,7 @@ use crate::sys::nccl::{Nccl, NcclComm, Progress};
 pub(crate) struct Part {
     /// None once it is taken.
     raw: Option<Arc<NcclComm>>,
+    origin: Origin,
     id: PartId,
     /// The number of its device.
     device: u32,
@@ -29,7 +31,7 @@ pub(crate) struct PartId {
 
 impl Part {
     pub(super) fn new(raw: Arc<NcclComm>, id: PartId, device: u32, fields: Arc<NcclFields>) -> Part {
-        Part { raw: Some(raw), id, device, fields }
+        Part { raw: Some(raw), origin: Origin::here(), id, device, fields }
     }
 
     pub(crate) fn id(&self) -> PartId {
@@ -56,7 +58,7 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        if let Some(raw) = self.raw.take() {
+        if let Some(raw) = self.raw.take().filter(|_| self.origin.is_here()) {
             abort_aside(raw);
         }
     }

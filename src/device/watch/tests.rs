@@ -96,7 +96,7 @@ fn memory_is_given_back_by_the_reaper_once_nothing_is_in_flight() {
     let (watch, busy, left) = (watch(), Side::new(), Side::new());
     let work = busy.begin(&watch, 1);
     let (memory, given_back) = memory();
-    watch.reap(Left { in_flight: vec![left.in_flight.clone()], memory });
+    watch.reap(Left::new(vec![left.in_flight.clone()], memory));
     // Once the watch has noticed a later operation's end, it has also looked at this memory.
     let later = left.begin(&watch, 1);
     left.stream_ends(1);
@@ -164,8 +164,8 @@ fn memory_of_an_operation_that_never_ends_stays() {
     stuck.in_flight.tick(now);
     assert_eq!(stuck.in_flight.tick(now + limit), Look::Never);
     let ((kept, is_kept), (memory, given_back)) = (memory(), memory());
-    watch.reap(Left { in_flight: vec![stuck.in_flight.clone()], memory: kept });
-    watch.reap(Left { in_flight: vec![other.in_flight.clone()], memory });
+    watch.reap(Left::new(vec![stuck.in_flight.clone()], kept));
+    watch.reap(Left::new(vec![other.in_flight.clone()], memory));
     given_back.recv().expect("it is given back");
     assert!(is_kept.try_recv().is_err(), "the device may still use it");
 }
@@ -184,9 +184,9 @@ fn at_the_end_of_the_process_the_reaper_is_awaited_and_begins_nothing_more() {
     let (watch, side) = (watch(), Side::new());
     let ((begun, has_begun), (go_on, may_go_on)) = (channel(), channel());
     let (memory, given_back) = memory();
-    watch.reap(Left { in_flight: vec![side.in_flight.clone()], memory: Box::new(Slow(begun, may_go_on)) });
+    watch.reap(Left::new(vec![side.in_flight.clone()], Box::new(Slow(begun, may_go_on))));
     has_begun.recv().expect("it is being given back");
-    watch.reap(Left { in_flight: vec![side.in_flight.clone()], memory });
+    watch.reap(Left::new(vec![side.in_flight.clone()], memory));
     // A reaper that hangs in the driver holds the process up for a while only.
     watch.end(Duration::ZERO);
     assert!(lock(&watch.state).is_giving_back);
