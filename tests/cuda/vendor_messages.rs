@@ -1,5 +1,6 @@
 //! Messages by a vendor's library, on the fake one of tests/fakenccl.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use ncclx_rs::config::NcclFields;
@@ -503,10 +504,10 @@ fn the_fake_library_refuses_a_receive_of_another_length() {
     alone("vendor_messages::the_fake_library_refuses_a_receive_of_another_length", &[&[FOUR]], || {
         let library = library(Vendor::Nccl);
         let id = library.unique_id().expect("an id");
-        let fields = Arc::<NcclFields>::default();
+        let (fields, is_refused) = (Arc::<NcclFields>::default(), Barrier::new(2));
         std::thread::scope(|scope| {
             for rank in 0..2 {
-                let (library, fields) = (&library, fields.clone());
+                let (library, fields, is_refused) = (&library, fields.clone(), &is_refused);
                 scope.spawn(move || {
                     let context = context_of(rank);
                     let current = context.enter().expect("a context");
@@ -537,6 +538,8 @@ fn the_fake_library_refuses_a_receive_of_another_length() {
                         };
                         assert!(error.contains("rank 0 sends 8 bytes, rank 1 receives 4"), "{error}");
                     }
+                    // An abort would drop what the other rank has not looked at.
+                    is_refused.wait();
                     comm.abort();
                     stream.synchronize().expect("a stream that runs out");
                 });
