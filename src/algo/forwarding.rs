@@ -128,9 +128,9 @@ fn rearrange(builder: &mut Builder, numbers: &[usize], from: Slice, into: Slice,
     while at < numbers.len() {
         let rest = &numbers[at..];
         let distance = rest.get(1).map_or(1, |next| next.wrapping_sub(rest[0]));
-        let follow = rest.windows(2).take_while(|two| two[1].wrapping_sub(two[0]) == distance).count();
+        let follow = rest.windows(2).take_while(|two| two[1].wrapping_sub(two[0]) == distance);
         // A number that is smaller than the one before begins anew.
-        let count = if distance < numbers.len() { 1 + follow } else { 1 };
+        let count = if distance < numbers.len() { 1 + follow.count() } else { 1 };
         let span = 1 + (rest[count - 1] - rest[0]);
         let (dense, spread) = (|slice| blocks(slice, at, count, len), |slice| blocks(slice, rest[0], span, len));
         match apart {

@@ -252,6 +252,9 @@ mod tests {
         assert_eq!(algorithms("reduce", 4, 1), Some(vec!["rabenseifner", "binomial", "chain"]));
         assert_eq!(algorithms("barrier", 1, 1), Some(vec!["local", "dissemination"]));
         assert_eq!(algorithms("send", 4, 1), None);
+        assert_eq!(preferred("all_to_all", 64, 8, 64), Some("direct"), "so few do not ask for the length of blocks");
+        assert_eq!(preferred("all_to_all", 65, 1, 65), Some("forwarding"));
+        assert_eq!(preferred("all_to_all", 65, 1, 65 * 1025), Some("direct"));
         assert_eq!(algorithms("reduce", 2, 3), None);
     }
 }

@@ -5,9 +5,8 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use crate::algo::{Chunking, Scaling, ScratchLimit, Setting};
+use crate::algo::{Scaling, ScratchLimit};
 use crate::engine::body::Body;
-use crate::engine::collective::question::Question;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
@@ -16,6 +15,7 @@ use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
 use crate::engine::owed::Owed;
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
+use crate::engine::question::Question;
 use crate::engine::recv_buffer::{RecvBuffer, Sink};
 use crate::engine::reduce::Operands;
 use crate::engine::region::{Region, Scratch, Spaces};
@@ -106,6 +106,8 @@ pub(crate) struct Collectives {
     /// Collectives that other ranks gave up before this rank came to them.
     failed: BTreeMap<u64, Failure>,
     pub(crate) plans: PlanCache,
+    /// That of the question before an all_to_all.
+    question: Option<Arc<Plan>>,
     /// How much memory copies may take. The same on every rank.
     pub(crate) scratch_limit: ScratchLimit,
     scratch: Scratch,
@@ -131,6 +133,7 @@ impl Collectives {
             announced: FxHashMap::default(),
             failed: BTreeMap::new(),
             plans: PlanCache::default(),
+            question: None,
             scratch_limit: ScratchLimit::UNBOUNDED,
             scratch: Scratch::default(),
             owed: Owed::default(),
@@ -265,25 +268,6 @@ impl Collectives {
         true
     }
 
-    /// The collective's plan, which becomes a part of what the ranks must agree on, and its scratch memory.
-    pub(crate) fn prepare(&mut self, ctx: &OpContext, request: &mut Request) -> Arc<Plan> {
-        let element = request.dtype.size();
-        let scaling = scaling(request.reduce, request.dtype, ctx.size());
-        if let Scaling::Sum { bytes } = scaling {
-            request.spaces.sum = bytes;
-        }
-        let (chunking, scratch) = (Chunking::Chunks, self.scratch_limit);
-        let setting = Setting { me: ctx.me, topo: &ctx.topo, element, scaling, chunking, scratch };
-        let forced = self.algorithm.as_deref();
-        let plan = self.plans.plan(&request.collective, setting, forced);
-        request.signature.run_by(plan.algorithm);
-        let (scratch, sums) = ((plan.schedule.scratch, element), (plan.schedule.sums, request.spaces.sum));
-        if scratch.0 > 0 || sums.0 > 0 {
-            (request.spaces.scratch, request.spaces.sums) = self.scratch.regions(scratch, sums);
-        }
-        plan
-    }
-
     fn start(
         &mut self,
         ctx: &mut OpContext,
@@ -293,7 +277,7 @@ impl Collectives {
         work: Work,
         now: Instant,
     ) {
-        let (mut request, question) = self.first_part(ctx, request);
+        let (mut request, question) = self.first_part(ctx, request, &mut taken);
         let plan = taken.plan.take().unwrap_or_else(|| self.prepare(ctx, &mut request));
         let (mut blocked, mut ready) = std::mem::take(&mut self.spare);
         plan.after(&taken, &mut blocked, &mut ready);
@@ -792,6 +776,7 @@ struct Stale;
 
 mod ahead;
 mod missing;
-mod question;
+mod parts;
+mod prepare;
 #[cfg(test)]
 mod tests;

@@ -59,6 +59,7 @@ pub(crate) mod peers;
 pub(crate) mod per_rank;
 pub(crate) mod plan;
 pub(crate) mod progress;
+pub(crate) mod question;
 pub(crate) mod recv_buffer;
 pub mod reduce;
 pub(crate) mod region;

@@ -73,6 +73,11 @@ impl Plan {
         Plan { collective, schedule, algorithm, message, blocked, ready, dependents, is_busy, copy }
     }
 
+    /// The plan by this algorithm; none if that does not do the collective.
+    pub(crate) fn by(name: &str, collective: &Collective, setting: Setting<'_>) -> Option<Plan> {
+        algo::plan_with(name, collective, setting).map(|schedule| Plan::new(collective.clone(), schedule))
+    }
+
     /// How many steps a rank takes before it ends the collective: all but those of [`words`](Plan::words).
     #[inline]
     pub(crate) fn own_steps(&self) -> usize {

@@ -52,6 +52,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["recv_buffer", "inbox", "outbox"],
             // What is called.
             &["request"],
+            &["question"],
             // What has yet to be heard of a call.
             &["owed"],
             // Endpoints.

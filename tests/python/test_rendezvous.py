@@ -246,6 +246,28 @@ def those_who_found_no_secret_meet_anew(rank: int, size: int, options: dict[str,
         pass
 
 
+def those_who_failed_several_times_one_after_another_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
+    store, hints = fresh_store(), {"job_secret": "short"}
+    for at_fault in reversed(range(size)):
+        for _ in range(2 if rank == at_fault else 0):
+            with pytest.raises(ValueError, match="job_secret"):
+                ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, hints=hints, **options)
+        meet()
+    with communicator(rank, size, store=store, **options):
+        pass
+
+
+def who_failed_elsewhere_alone_meets_the_others(rank: int, size: int, options: dict[str, Any]) -> None:
+    store, hints = fresh_store(), {"job_secret": "short"}
+    for place in ((0, 1), (rank, size)):
+        if rank == 1:
+            with pytest.raises(ValueError, match="job_secret"):
+                ncclx_rs.new_comm("ncclx", "cpu", rank=place[0], size=place[1], store=store, hints=hints, **options)
+    meet()
+    with communicator(rank, size, store=store, **options):
+        pass
+
+
 def those_who_failed_together_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
     store = fresh_store()
     for _ in range(3):
@@ -289,6 +311,8 @@ def test_one_name_serves_communicators_one_after_another(world: World, options: 
         those_who_made_a_mistake_one_after_another_meet_anew,
         those_who_found_no_secret_one_after_another_meet_anew,
         those_who_found_no_secret_meet_anew,
+        those_who_failed_several_times_one_after_another_meet_anew,
+        who_failed_elsewhere_alone_meets_the_others,
         those_who_failed_together_meet_anew,
     ],
     ids=lambda c: c.__name__,

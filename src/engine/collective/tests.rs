@@ -1,11 +1,15 @@
 use std::time::Duration;
 
 use super::*;
+use crate::algo::{Collective, select};
+use crate::counts::Counts;
 use crate::engine::frame::{FrameKind, Header};
 use crate::engine::mock_peer::Harness;
 use crate::engine::region::Words;
 use crate::error::LinkDown;
+use crate::op::CollectiveKind;
 use crate::transport::MemoryAddress;
+use crate::work::Submitted;
 
 #[test]
 fn what_follows_a_collective_that_ran_out_of_time_is_not_slept_through() {
@@ -37,6 +41,35 @@ fn what_was_read_at_the_end_of_a_turn_is_not_slept_on() {
     harness.engine.disarm();
     harness.settle();
     assert_eq!(work.result(), Some(Ok(())));
+}
+
+#[test]
+fn many_ranks_ask_by_the_same_few_messages_whatever_a_communicator_names() {
+    let (ask, tell) = ("recursive_doubling", |name| (false, name));
+    for (named, begins) in [
+        (None, (true, ask)),
+        (Some("ring"), (true, ask)),
+        (Some("direct"), tell("direct")),
+        (Some("forwarding"), tell("forwarding")),
+    ] {
+        let mut harness = Harness::of(66);
+        harness.engine.collectives.algorithm = named.map(str::to_owned);
+        let [mut sent, mut received] = [0; 2].map(|value| Words::new(vec![value; 66]));
+        let counts = Counts::equal(1, 66);
+        let request = Request {
+            collective: Collective::AllToAll { send: counts.clone(), recv: counts },
+            signature: Signature { operation: CollectiveKind::AllToAll as u8, ..Signature::default() },
+            reduce: None,
+            dtype: DType::U64,
+            spaces: Spaces::new(Region::of(&[sent.buffer()]), Region::of(&[received.buffer()]), 8),
+            timeout: LONG,
+        };
+        let begun = harness.engine.start_collective(request, true, &Harness::no_progress());
+        assert!(matches!(begun, Submitted::Pending(_)), "others are waited for");
+        let active = harness.engine.collectives.active.as_ref().expect("it waits");
+        let asks = active.request.signature.algorithm == select::ASKED;
+        assert_eq!((asks, active.plan.schedule.name), begins, "{named:?}");
+    }
 }
 
 // ---- long messages that are asked for before they are announced ----

@@ -65,8 +65,8 @@ def _root_store(rank: int, size: int, timeout: timedelta) -> c10d.Store:
 # How many communicators this process has made, by where their ranks met and by name; those without one under "", too.
 _made: collections.Counter[tuple[str, str]] = collections.Counter()
 
-# Those of which this process has failed to make the next before rank 0 had begun, so that the number was not used up.
-_unused: set[tuple[str, str]] = set()
+# Where, and under which given name, this process has failed to make the last one as another rank than rank 0.
+_failed: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
@@ -78,7 +78,8 @@ def meeting(
     Communicators of one name in one store have numbers, which their ranks agree on if each has made as many there. One
     that has not come about has used its number up if rank 0 had begun: it has failed on all ranks, and what it has left
     in the store is not for the next. Otherwise the next has the same number, under which others may still wait: unless
-    rank 0 has failed there meanwhile, as where all ranks have made the same mistake, and rank 0 later than others.
+    rank 0 has failed there meanwhile, as where all ranks have made the same mistake, and rank 0 later than others. Who
+    has failed leaves out the numbers that rank 0 has noted as failed.
 
     Args:
         name: the communicator's name; empty for a default.
@@ -91,11 +92,12 @@ def meeting(
         rank, size = place
         store = _root_store(rank, size, timeout) if given is None else given
         where = "alone" if size == 1 else "default" if given is None else _identity(given)
-    name, counted = _count(where, name)
-    if store is not None and counted[-1] in _unused:
-        _unused.remove(counted[-1])
-        if _is_past(c10d.PrefixStore(f"ncclx_rs/{name}", store), _FAILED, _made[counted[-1]]):
-            name, counted = _count(where, "" if len(counted) > 1 else name)
+    given_name = name
+    name, counted = _count(where, given_name)
+    if store is not None and (where, given_name) in _failed:
+        _failed.discard((where, given_name))
+        while _is_past(c10d.PrefixStore(f"ncclx_rs/{name}", store), _FAILED, _made[where, name]):
+            name, counted = _count(where, given_name)
     number, part = _made[where, name], None
     try:
         if store is not None and place is not None:
@@ -107,9 +109,11 @@ def meeting(
     except BaseException:
         if part is None or (rank != 0 and not _is_past(part, _BEGUN, number)):
             _made.subtract(counted)
-            _unused.add(counted[-1])
-        elif rank == 0:
-            _note(part, _FAILED, number)
+        if part is not None and size > 1:
+            if rank == 0:
+                _note(part, _FAILED, number)
+            else:
+                _failed.add((where, given_name))
         raise
 
 

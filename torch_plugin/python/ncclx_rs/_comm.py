@@ -332,8 +332,8 @@ class TorchComm(Operations):
         options.hints = {**self._options.hints, **hints}
         options.timeout = timeout or self._options.timeout
         # What a rank finds wrong by itself is not counted, as other ranks may wait for it.
-        if callable(check := getattr(self._impl, "check", None)):
-            check(self._device, options.hints)
+        if isinstance(self._impl, C10dBackend):
+            self._impl.check(self._device, options.hints)
         key = _digest(members)
         self._splits[key] += 1
         if self._options.store is not None:
