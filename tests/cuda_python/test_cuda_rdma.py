@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
+import ncclx_rs
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import begin
-from harness import World
+from harness import World, fresh_store
 from ncclx_rs import RdmaMemory, RdmaTransport
 from test_cuda_windows import comm_of, pool_of
 from test_rdma import buffers, over_ucx, to_all
@@ -93,6 +95,21 @@ def memory_of_a_pool_moves(rank: int, size: int) -> None:
     transport.read(into.to_mutable_view(), buffers(memory, size)[1 - rank])
     assert torch.equal(local.cpu(), pattern(1 - rank))
     dist.barrier()
+    comm.finalize()
+
+
+def the_engine_opens_ucx(rank: int, size: int) -> None:
+    place = {"store": fresh_store(), "rank": rank, "size": size}
+    comm = ncclx_rs.new_comm("ncclx", "cpu", abort_process_on_timeout_or_error=False, **place)
+    tensor = torch.full((10,), rank)
+    if rank == 0:
+        time.sleep(0.3)
+        work = comm.send(tensor, 1, async_op=True)
+    else:
+        work = comm.recv(tensor, 0, async_op=True)
+    time.sleep(1)  # nobody but the engines' threads goes on
+    work.wait()
+    assert tensor.eq(0).all()
     comm.finalize()
 
 
@@ -189,6 +206,10 @@ def test_bytes_are_read(ranks: World, here: str, there: str) -> None:
 @pytest.mark.parametrize(("here", "there"), PLACES)
 def test_bytes_are_written(ranks: World, here: str, there: str) -> None:
     ranks.run(bytes_are_written, here, there)
+
+
+def test_the_engines_thread_that_opens_ucx_calls_no_driver(ranks: World) -> None:
+    ranks.run(the_engine_opens_ucx)
 
 
 def test_memory_of_a_pool_moves(ranks: World) -> None:

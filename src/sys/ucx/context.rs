@@ -2,7 +2,8 @@
 #![allow(unsafe_code, reason = "calls a library in C")]
 
 use std::any::Any;
-use std::ffi::{CStr, c_int, c_void};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
@@ -14,6 +15,15 @@ use super::library::{Ucx, UcxError};
 use crate::sync::{Arc, AtomicUsize, Mutex, OnceLock, Ordering, lock};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::sys::lent_bytes::LentBytes;
+
+/// The memory that a context moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reach {
+    /// The host's, so that no call of the library calls a GPU's driver, which waits for the device whenever it likes.
+    Host,
+    /// A GPU's, too, where the library has ways to it.
+    HostAndDevices,
+}
 
 /// The library with the devices that it has found, as the variables `UCX_*` of the environment choose them.
 #[derive(Debug)]
@@ -30,40 +40,47 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// This process's context. The first call makes it, and later ones get the same; after an error the next one tries again.
+    /// This process's context for such memory. The first call makes it, and later ones get the same; after an error the next one
+    /// tries again.
     ///
     /// # Errors
     /// The library is not found, or of no use; or this process was forked from one that used it.
-    pub fn of_process(named: Option<&Path>, packages: &[PathBuf]) -> Result<Arc<Context>, UcxError> {
-        static CONTEXT: PerProcess<Mutex<Option<Arc<Context>>>> = PerProcess::unset();
+    pub fn of_process(reach: Reach, named: Option<&Path>, packages: &[PathBuf]) -> Result<Arc<Context>, UcxError> {
+        type PerReach = BTreeMap<Reach, Arc<Context>>;
+        static CONTEXTS: PerProcess<Mutex<PerReach>> = PerProcess::unset();
         static FIRST: OnceLock<Origin> = OnceLock::new();
         if FIRST.get().is_some_and(|first| !first.is_here()) {
             return Err(UcxError::Forked);
         }
-        let mut context = lock(CONTEXT.get());
-        if let Some(context) = &*context {
+        let mut contexts = lock(CONTEXTS.get());
+        if let Some(context) = contexts.get(&reach) {
             return Ok(context.clone());
         }
         let ucx = Ucx::load(named, packages)?;
         FIRST.get_or_init(Origin::here);
-        let made = Arc::new(Context::new(ucx)?);
+        let made = Arc::new(Context::new(ucx, reach)?);
         log::info!("UCX {} of {}", made.ucx.version(), made.ucx.path().display());
-        *context = Some(made.clone());
+        contexts.insert(reach, made.clone());
         Ok(made)
     }
 
-    pub(super) fn new(ucx: Ucx) -> Result<Context, UcxError> {
+    pub(super) fn new(ucx: Ucx, reach: Reach) -> Result<Context, UcxError> {
         let functions = ucx.functions();
         let mut config = null_mut();
         // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
         let status = unsafe { (functions.config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
         ucx.check("ucp_config_read", status)?;
-        for (key, variable, value) in SETTINGS {
-            if std::env::var_os(variable).is_none() {
-                // SAFETY: read above; both texts end with NUL, and are copied.
-                let status = unsafe { (functions.config_modify)(config, key.as_ptr(), value.as_ptr()) };
-                ucx.check("ucp_config_modify", status)?;
-            }
+        let unset = SETTINGS.into_iter().filter(|(_, variable, _)| std::env::var_os(variable).is_none());
+        let mut settings: Vec<_> = unset.map(|(key, _, value)| (key, value.to_owned())).collect();
+        if reach == Reach::Host {
+            let named = std::env::var("UCX_TLS").ok();
+            // A variable has no NUL.
+            settings.push((c"TLS", CString::new(without_gpus(named.as_deref())).unwrap_or_default()));
+        }
+        for (key, value) in settings {
+            // SAFETY: read above; both texts end with NUL, and are copied.
+            let status = unsafe { (functions.config_modify)(config, key.as_ptr(), value.as_ptr()) };
+            ucx.check("ucp_config_modify", status)?;
         }
         let params = Params {
             field_mask: PARAM_FEATURES | PARAM_REQUEST_INIT | PARAM_MT_WORKERS_SHARED,
@@ -120,6 +137,24 @@ const SETTINGS: [(&CStr, &str, &CStr); 3] = [
     (c"CMA_MEMORY_INVALIDATE", "UCX_CMA_MEMORY_INVALIDATE", c"y"),
 ];
 
+/// The ways to GPUs' memory, by what a list of ways may name: an alias of several first.
+const OF_GPUS: [&str; 8] = ["cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm", "rocm_copy", "rocm_ipc", "rocm_gdr"];
+
+/// What a list of ways, as `UCX_TLS` has it, is without those to GPUs. Without a list all ways are taken.
+fn without_gpus(named: Option<&str>) -> String {
+    let excluded = |others: &str| format!("^{others}cuda,rocm");
+    match named.map(str::trim) {
+        None | Some("" | "all") => excluded(""),
+        Some(list) => match list.strip_prefix('^') {
+            Some(others) => excluded(&format!("{others},")),
+            None => {
+                let is_host = |way: &&str| !OF_GPUS.contains(&way.trim().trim_start_matches('\\'));
+                list.split(',').filter(is_host).collect::<Vec<_>>().join(",")
+            }
+        },
+    }
+}
+
 /// The size of the library's own part of a request: 0 before it is known.
 static REQUEST_BYTES: AtomicUsize = AtomicUsize::new(0);
 
@@ -154,7 +189,7 @@ unsafe impl Sync for RegisteredMemory {}
 
 impl RegisteredMemory {
     /// The registration of these bytes, which stays until they are dropped or [forgotten](RegisteredMemory::forget), and then until
-    /// nobody has it any more. The caller keeps the bytes for as long as it keeps this.
+    /// nobody has it any more; with a second context, it is the caller's alone. The caller keeps the bytes for as long as it keeps this.
     ///
     /// # Errors
     /// A device refuses, as where too little memory may be locked; or the bytes are a CUDA device's, which the library does not reach.
@@ -163,7 +198,11 @@ impl RegisteredMemory {
             let made: Arc<dyn Any + Send + Sync> = Arc::new(RegisteredMemory::new(context, bytes)?);
             Ok(made)
         })?;
-        Ok(made.downcast().expect("nothing else is attached to bytes"))
+        let made: Arc<RegisteredMemory> = made.downcast().expect("nothing else is attached to bytes");
+        if Arc::ptr_eq(&made.context, context) {
+            return Ok(made);
+        }
+        RegisteredMemory::new(context, bytes).map(Arc::new)
     }
 
     /// Ends the registration of these bytes as soon as nobody has it any more.
@@ -244,7 +283,32 @@ mod tests {
     fn deaths_are_reported_and_registrations_end_unless_variables_say_otherwise() {
         let _context = Fake::context();
         let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let expected = [set("CMA_MEMORY_INVALIDATE", "y"), set("MM_ERROR_HANDLING", "y"), set("RCACHE_ENABLE", "n")];
+        let expected = [
+            set("CMA_MEMORY_INVALIDATE", "y"),
+            set("MM_ERROR_HANDLING", "y"),
+            set("RCACHE_ENABLE", "n"),
+            set("TLS", "^cuda,rocm"),
+        ];
         assert_eq!(fake::settings(), expected.into());
+    }
+
+    #[test]
+    fn ways_to_gpus_are_left_out() {
+        for all in [None, Some(""), Some("all"), Some(" all ")] {
+            assert_eq!(without_gpus(all), "^cuda,rocm");
+        }
+        assert_eq!(without_gpus(Some("^tcp,ud")), "^tcp,ud,cuda,rocm");
+        assert_eq!(without_gpus(Some("posix,cuda_copy, cuda_ipc,cma,\\gdr_copy,rocm,\\rc")), "posix,cma,\\rc");
+        assert_eq!(without_gpus(Some("cuda")), "");
+    }
+
+    #[test]
+    fn bytes_are_registered_with_each_context() {
+        let [(one, fake), (other, _other)] = [(); 2].map(|()| Fake::context());
+        let bytes = LentBytes::owned(vec![0; 8]);
+        let [first, again, second] =
+            [&one, &one, &other].map(|context| RegisteredMemory::of(context, &bytes).expect("memory of the host"));
+        assert!(Arc::ptr_eq(&first, &again) && Arc::ptr_eq(&second.context, &other));
+        assert_eq!(fake.registered(), 1);
     }
 }

@@ -9,7 +9,7 @@ use std::ptr::{null, null_mut, without_provenance_mut};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::context::Context;
+use super::context::{Context, Reach};
 use super::functions::{
     BUSY, ContextAttributes, EndpointAttributes, EndpointParams, ErrorHandler, Functions, IN_PROGRESS,
     MESSAGE_HAS_DATA, MemoryParams, MessageAttributes, MessageHandler, MessageHandlerParams, OK, Params, RawConfig,
@@ -33,7 +33,7 @@ impl Fake {
 
     /// The same of such a version.
     pub(crate) fn of_version(version: Version) -> (Arc<Context>, Fake) {
-        let context = Arc::new(Context::new(Ucx::with(FUNCTIONS, version)).unwrap());
+        let context = Arc::new(Context::new(Ucx::with(FUNCTIONS, version), Reach::Host).unwrap());
         (context.clone(), Fake { context })
     }
 

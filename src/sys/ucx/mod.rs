@@ -14,7 +14,7 @@ mod library;
 mod messages;
 mod worker;
 
-pub use context::{Context, RegisteredMemory};
+pub use context::{Context, Reach, RegisteredMemory};
 pub use endpoint::Endpoint;
 pub use library::{Ucx, UcxError, Version, look_in};
 pub use messages::{Arrived, COPIED_MAX, Messenger, Recipient};

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::config::{Config, TransportChoice, UcxChoice};
 use crate::sync::Arc;
 use crate::sys::net;
-use crate::sys::ucx::Context;
+use crate::sys::ucx::{Context, Reach};
 
 /// UCX as one side offers it to its peer, or why it does not.
 pub(crate) type Offer = Result<Arc<Context>, String>;
@@ -61,19 +61,23 @@ impl Allowed {
         Allowed { named: None, packages: Vec::new(), given: Some(context.clone()) }
     }
 
-    /// Loads the library, which patches functions of the process.
+    /// Loads the library, which patches functions of the process, for an engine: its thread must never wait for a device.
     pub(crate) fn load(&self) -> Offer {
+        self.context(Reach::Host)
+    }
+
+    fn context(&self, reach: Reach) -> Offer {
         #[cfg(test)]
         if let Some(context) = &self.given {
             return Ok(context.clone());
         }
-        Context::of_process(self.named.as_deref(), &self.packages).map_err(|error| error.to_string())
+        Context::of_process(reach, self.named.as_deref(), &self.packages).map_err(|error| error.to_string())
     }
 }
 
-/// What a process with these settings offers.
+/// What a process with these settings offers to those that move memory themselves, on their own threads.
 pub(crate) fn offer(config: &Config, packages: &[PathBuf], has_tls: bool) -> Offer {
-    Allowed::by(config, packages, has_tls)?.load()
+    Allowed::by(config, packages, has_tls)?.context(Reach::HostAndDevices)
 }
 
 #[cfg(test)]
