@@ -212,6 +212,11 @@ def test_an_old_dump_does_not_hide_a_death() -> None:
         assert absent.details == ("rank 1 is dead",)
     # Who wrote it since has left.
     assert "died" not in {finding.kind for finding in analyze(of(2, one, replace(old, time=2100))).findings}
+    # It was written on demand, in the middle of a message or of a collective.
+    for record in (message("recv", 0), collective(1, "running")):
+        old = replace(dump(1, 2, collective(0), record), time=1900)
+        died, absent = analyze(of(2, one, old)).findings
+        assert (died.kind, died.ranks, absent.kind, absent.ranks) == ("died", (1,), "missing", (1,)), record
 
 
 def test_what_was_survived_does_not_hide_the_present() -> None:

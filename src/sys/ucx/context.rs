@@ -2,11 +2,11 @@
 #![allow(unsafe_code, reason = "calls a library in C")]
 
 use std::any::Any;
-use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr::null_mut;
 
+use super::configuration::{Configuration, Reach};
 use super::functions::{
     CUDA, ContextAttributes, FEATURE_AM, FEATURE_RMA, FEATURE_WAKEUP, HOST, MemoryParams, PARAM_FEATURES,
     PARAM_MT_WORKERS_SHARED, PARAM_REQUEST_INIT, Params, RawContext, RawMemory, THREAD_MODE_MULTI,
@@ -16,19 +16,10 @@ use crate::sync::{Arc, AtomicUsize, Mutex, OnceLock, Ordering, lock};
 use crate::sys::fork::{Origin, PerProcess};
 use crate::sys::lent_bytes::LentBytes;
 
-/// The memory that a context moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reach {
-    /// The host's, so that no call of the library calls a GPU's driver, which waits for the device whenever it likes.
-    Host,
-    /// A GPU's, too, where the library has ways to it.
-    HostAndDevices,
-}
-
 /// The library with the devices that it has found, as the variables `UCX_*` of the environment choose them.
 #[derive(Debug)]
 pub struct Context {
-    ucx: Ucx,
+    ucx: Arc<Ucx>,
     raw: RawContext,
     /// A bit for each that it reaches.
     memory_types: u64,
@@ -41,47 +32,44 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// This process's context for such memory. The first call makes it, and later ones get the same; after an error the next one
-    /// tries again.
+    /// tries again. All are of the library that the first was made of.
     ///
     /// # Errors
     /// The library is not found, or of no use; or this process was forked from one that used it.
     pub fn of_process(reach: Reach, named: Option<&Path>, packages: &[PathBuf]) -> Result<Arc<Context>, UcxError> {
-        type PerReach = BTreeMap<Reach, Arc<Context>>;
-        static CONTEXTS: PerProcess<Mutex<PerReach>> = PerProcess::unset();
+        static LIBRARY: PerProcess<Mutex<Option<Arc<Ucx>>>> = PerProcess::unset();
+        // A lock for each, since who makes the one for devices may wait for them.
+        static OF_HOST: PerProcess<Mutex<Option<Arc<Context>>>> = PerProcess::unset();
+        static WITH_DEVICES: PerProcess<Mutex<Option<Arc<Context>>>> = PerProcess::unset();
         static FIRST: OnceLock<Origin> = OnceLock::new();
         if FIRST.get().is_some_and(|first| !first.is_here()) {
             return Err(UcxError::Forked);
         }
-        let mut contexts = lock(CONTEXTS.get());
-        if let Some(context) = contexts.get(&reach) {
+        let mut context = match reach {
+            Reach::Host => lock(OF_HOST.get()),
+            Reach::HostAndDevices => lock(WITH_DEVICES.get()),
+        };
+        if let Some(context) = &*context {
             return Ok(context.clone());
         }
-        let ucx = Ucx::load(named, packages)?;
-        FIRST.get_or_init(Origin::here);
-        let made = Arc::new(Context::new(ucx, reach)?);
+        let mut library = lock(LIBRARY.get());
+        let made = if let Some(ucx) = library.clone() {
+            drop(library);
+            Arc::new(Context::new(ucx, reach)?)
+        } else {
+            let ucx = Arc::new(Ucx::load(named, packages)?);
+            FIRST.get_or_init(Origin::here);
+            let made = Arc::new(Context::new(ucx.clone(), reach)?);
+            *library = Some(ucx);
+            made
+        };
         log::info!("UCX {} of {}", made.ucx.version(), made.ucx.path().display());
-        contexts.insert(reach, made.clone());
+        *context = Some(made.clone());
         Ok(made)
     }
 
-    pub(super) fn new(ucx: Ucx, reach: Reach) -> Result<Context, UcxError> {
-        let functions = ucx.functions();
-        let mut config = null_mut();
-        // SAFETY: no prefix and no file are allowed, and it writes to a pointer, which lives.
-        let status = unsafe { (functions.config_read)(std::ptr::null(), std::ptr::null(), &raw mut config) };
-        ucx.check("ucp_config_read", status)?;
-        let unset = SETTINGS.into_iter().filter(|(_, variable, _)| std::env::var_os(variable).is_none());
-        let mut settings: Vec<_> = unset.map(|(key, _, value)| (key, value.to_owned())).collect();
-        if reach == Reach::Host {
-            let named = std::env::var("UCX_TLS").ok();
-            // A variable has no NUL.
-            settings.push((c"TLS", CString::new(without_gpus(named.as_deref())).unwrap_or_default()));
-        }
-        for (key, value) in settings {
-            // SAFETY: read above; both texts end with NUL, and are copied.
-            let status = unsafe { (functions.config_modify)(config, key.as_ptr(), value.as_ptr()) };
-            ucx.check("ucp_config_modify", status)?;
-        }
+    pub(super) fn new(ucx: Arc<Ucx>, reach: Reach) -> Result<Context, UcxError> {
+        let configuration = Configuration::new(&ucx, reach)?;
         let params = Params {
             field_mask: PARAM_FEATURES | PARAM_REQUEST_INIT | PARAM_MT_WORKERS_SHARED,
             features: FEATURE_RMA | FEATURE_AM | FEATURE_WAKEUP,
@@ -90,10 +78,9 @@ impl Context {
             ..Params::default()
         };
         let mut raw = null_mut();
-        // SAFETY: the structure is that of the version that is named, and the configuration the one just read.
-        let status = unsafe { (functions.init)(1, 14, &raw const params, config, &raw mut raw) };
-        // SAFETY: read above, and not used any more.
-        unsafe { (functions.config_release)(config) };
+        // SAFETY: the structure is that of the version that is named, and the configuration is there.
+        let status = unsafe { (ucx.functions().init)(1, 14, &raw const params, configuration.raw(), &raw mut raw) };
+        drop(configuration);
         ucx.check("ucp_init", status)?;
         let mut context = Context { ucx, raw, memory_types: 0 };
         let mut attributes = ContextAttributes::asked();
@@ -123,35 +110,6 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: made in `new`; whatever is of it keeps it alive.
         unsafe { (self.ucx.functions().cleanup)(self.raw) };
-    }
-}
-
-/// What a process that sets no variable has otherwise than UCX has it: the name, the variable, the value.
-const SETTINGS: [(&CStr, &str, &CStr); 3] = [
-    // Otherwise shared memory reports no peer's death, and is not taken for endpoints that ask for such reports.
-    (c"MM_ERROR_HANDLING", "UCX_MM_ERROR_HANDLING", c"y"),
-    // Otherwise a registration that has ended stays in a cache, and a device serves who has its key. Known from 1.14 on.
-    (c"RCACHE_ENABLE", "UCX_RCACHE_ENABLE", c"n"),
-    // Otherwise the system's reads of other processes' memory are not taken for endpoints that ask for such reports: UCX would have
-    // to revoke keys to memory of messages under way, which are never lent here (`RequestParams::eager`).
-    (c"CMA_MEMORY_INVALIDATE", "UCX_CMA_MEMORY_INVALIDATE", c"y"),
-];
-
-/// The ways to GPUs' memory, by what a list of ways may name: an alias of several first.
-const OF_GPUS: [&str; 8] = ["cuda", "cuda_copy", "cuda_ipc", "gdr_copy", "rocm", "rocm_copy", "rocm_ipc", "rocm_gdr"];
-
-/// What a list of ways, as `UCX_TLS` has it, is without those to GPUs. Without a list all ways are taken.
-fn without_gpus(named: Option<&str>) -> String {
-    let excluded = |others: &str| format!("^{others}cuda,rocm");
-    match named.map(str::trim) {
-        None | Some("" | "all") => excluded(""),
-        Some(list) => match list.strip_prefix('^') {
-            Some(others) => excluded(&format!("{others},")),
-            None => {
-                let is_host = |way: &&str| !OF_GPUS.contains(&way.trim().trim_start_matches('\\'));
-                list.split(',').filter(is_host).collect::<Vec<_>>().join(",")
-            }
-        },
     }
 }
 
@@ -267,7 +225,7 @@ mod tests {
     use std::ptr::without_provenance_mut;
 
     use super::*;
-    use crate::sys::ucx::fake::{self, Fake};
+    use crate::sys::ucx::fake::Fake;
 
     #[test]
     fn bytes_of_a_device_are_refused_by_a_library_that_does_not_reach_them() {
@@ -277,29 +235,6 @@ mod tests {
         let error = RegisteredMemory::of(&context, &bytes).expect_err("it has no CUDA");
         assert!(matches!(error, UcxError::NoCuda { .. }) && fake.registered() == 0, "{error}");
         RegisteredMemory::of(&context, &LentBytes::owned(vec![0; 8])).expect("memory of the host");
-    }
-
-    #[test]
-    fn deaths_are_reported_and_registrations_end_unless_variables_say_otherwise() {
-        let _context = Fake::context();
-        let set = |name: &str, value: &str| (name.to_owned(), value.to_owned());
-        let expected = [
-            set("CMA_MEMORY_INVALIDATE", "y"),
-            set("MM_ERROR_HANDLING", "y"),
-            set("RCACHE_ENABLE", "n"),
-            set("TLS", "^cuda,rocm"),
-        ];
-        assert_eq!(fake::settings(), expected.into());
-    }
-
-    #[test]
-    fn ways_to_gpus_are_left_out() {
-        for all in [None, Some(""), Some("all"), Some(" all ")] {
-            assert_eq!(without_gpus(all), "^cuda,rocm");
-        }
-        assert_eq!(without_gpus(Some("^tcp,ud")), "^tcp,ud,cuda,rocm");
-        assert_eq!(without_gpus(Some("posix,cuda_copy, cuda_ipc,cma,\\gdr_copy,rocm,\\rc")), "posix,cma,\\rc");
-        assert_eq!(without_gpus(Some("cuda")), "");
     }
 
     #[test]

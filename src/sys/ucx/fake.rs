@@ -7,13 +7,15 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::{null, null_mut, without_provenance_mut};
 
+use libc::FILE;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::context::{Context, Reach};
+use super::configuration::Reach;
+use super::context::Context;
 use super::functions::{
     BUSY, ContextAttributes, EndpointAttributes, EndpointParams, ErrorHandler, Functions, IN_PROGRESS,
-    MESSAGE_HAS_DATA, MemoryParams, MessageAttributes, MessageHandler, MessageHandlerParams, OK, Params, RawConfig,
-    RawContext, RawEndpoint, RawKey, RawMemory, RawWorker, RequestInit, RequestParams, Status, StatusPtr,
+    MESSAGE_HAS_DATA, MemoryParams, MessageAttributes, MessageHandler, MessageHandlerParams, OK, PRINT_CONFIG, Params,
+    RawConfig, RawContext, RawEndpoint, RawKey, RawMemory, RawWorker, RequestInit, RequestParams, Status, StatusPtr,
     THREAD_MODE_MULTI, WorkerParams,
 };
 use super::library::{Ucx, Version};
@@ -33,7 +35,7 @@ impl Fake {
 
     /// The same of such a version.
     pub(crate) fn of_version(version: Version) -> (Arc<Context>, Fake) {
-        let context = Arc::new(Context::new(Ucx::with(FUNCTIONS, version), Reach::Host).unwrap());
+        let context = Arc::new(Context::new(Arc::new(Ucx::with(FUNCTIONS, version)), Reach::Host).unwrap());
         (context.clone(), Fake { context })
     }
 
@@ -276,6 +278,14 @@ unsafe extern "C" fn config_read(_: *const c_char, _: *const c_char, config: *mu
     // SAFETY: the caller's.
     unsafe { put(config, without_provenance_mut(number())) };
     OK
+}
+
+/// As the library prints it, where a file excludes `tcp`.
+unsafe extern "C" fn config_print(_: RawConfig, stream: *mut FILE, title: *const c_char, flags: c_uint) {
+    assert!(title.is_null() && flags == PRINT_CONFIG);
+    let printed = c"UCX_NET_DEVICES=all\nUCX_TLS=^tcp\nUCX_SOCKADDR_TLS_PRIORITY=tcp\n";
+    // SAFETY: the caller's stream.
+    unsafe { libc::fputs(printed.as_ptr(), stream) };
 }
 
 unsafe extern "C" fn config_modify(_: RawConfig, key: *const c_char, value: *const c_char) -> Status {
@@ -604,6 +614,7 @@ const FUNCTIONS: Functions = Functions {
     get_version,
     status_string,
     config_read,
+    config_print,
     config_modify,
     config_release,
     init,

@@ -3,6 +3,8 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
+use libc::FILE;
+
 use crate::sys::library::functions;
 
 /// `ucs_status_t`: a number, so that one that a later library invents is no undefined behaviour.
@@ -53,6 +55,9 @@ pub(super) struct Params {
     pub(super) name: usize,
     pub(super) node_local_id: usize,
 }
+
+/// `UCS_CONFIG_PRINT_CONFIG`: names and values.
+pub(super) const PRINT_CONFIG: c_uint = 1;
 
 /// `UCP_PARAM_FIELD_FEATURES`.
 pub(super) const PARAM_FEATURES: u64 = 1;
@@ -316,6 +321,7 @@ functions! {
         // Of libucs, which the library brings.
         status_string = "ucs_status_string"(Status) -> *const c_char;
         config_read = "ucp_config_read"(*const c_char, *const c_char, *mut RawConfig) -> Status;
+        config_print = "ucp_config_print"(RawConfig, *mut FILE, *const c_char, c_uint) -> ();
         config_modify = "ucp_config_modify"(RawConfig, *const c_char, *const c_char) -> Status;
         config_release = "ucp_config_release"(RawConfig) -> ();
         init = "ucp_init_version"(c_uint, c_uint, *const Params, RawConfig, *mut RawContext) -> Status;

@@ -4,6 +4,7 @@
 //! reports the death of peers, and no writes, which an owner of memory could not stop. Names are UCP's. Its structures only ever grow, and a
 //! mask says which fields are set; those here are of ucp.h 1.14 to 1.22.
 
+mod configuration;
 mod context;
 mod endpoint;
 #[cfg(test)]
@@ -14,7 +15,8 @@ mod library;
 mod messages;
 mod worker;
 
-pub use context::{Context, Reach, RegisteredMemory};
+pub use configuration::Reach;
+pub use context::{Context, RegisteredMemory};
 pub use endpoint::Endpoint;
 pub use library::{Ucx, UcxError, Version, look_in};
 pub use messages::{Arrived, COPIED_MAX, Messenger, Recipient};

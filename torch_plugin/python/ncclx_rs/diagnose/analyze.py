@@ -72,6 +72,8 @@ def analyze(communicator: Communicator) -> Diagnosis:
     diagnosis = Diagnosis(communicator)
     troubles = present(communicator)
     dead = died(communicator, troubles)
+    # What one in its dump had not completed was before its death.
+    troubles = {rank: [] if rank in dead else records for rank, records in troubles.items()}
     for rank, cause in dead.items():
         waiting = _messages_with(rank, troubles)
         diagnosis.findings.append(Finding("died", (rank,), f"rank {rank} died: {cause}", waiting=waiting))

@@ -78,7 +78,9 @@ def died(communicator: Communicator, troubles: Troubles) -> dict[int, str]:
 def _has_told(communicator: Communicator, troubles: Troubles, lost: int, failed: list[Record]) -> bool:
     """Whether a rank wrote its dump after what failed on another one for its loss was called, or failed itself."""
     dump = communicator.dumps.get(lost)
-    if dump is None or troubles[lost]:
-        return dump is not None
+    if dump is None:
+        return False
+    if any(record.failure for record in troubles[lost]):
+        return True
     for_it = [record for record in failed if record.failure and f"rank {lost} is lost" in record.failure]
     return not for_it or dump.time >= for_it[0].submitted
