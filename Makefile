@@ -353,8 +353,8 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance long-messages scale scale-thousands simulated-times instructions-by-default nccl-versions \
-			chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
+		$(MAKE) --keep-going acceptance every-world long-messages scale scale-thousands simulated-times instructions-by-default \
+			nccl-versions chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024
@@ -368,6 +368,10 @@ scale-thousands:
 	cargo test --locked --package ncclx_rs --test scale --no-run
 	unshare --net sh -c 'ip link set lo up && sysctl --quiet --write net.ipv4.ip_local_port_range="10000 65535" && \
 		$(MAKE) scale SCALE=4096'
+
+.PHONY: every-world
+every-world: export NCCLX_RS_EVERY_WORLD := 1
+every-world: python-test ## Runs the tests of the PyTorch backend over each transport in worlds of each size
 
 .PHONY: long-messages
 long-messages: $(call installed,$(TORCH))
@@ -443,6 +447,9 @@ format: $(call ready,$(TORCH)) ## Rewrites sources in the house format
 .PHONY: compat
 compat: $(foreach version,$(COMPAT),compat-$(version)) ## Builds for each PyTorch of COMPAT and runs the smoke tests
 
+# Which tests those are.
+SMOKE := smoke
+
 # For scripts: the version that `test-tch` uses, and what `compat` covers beside that and the one of `test`.
 .PHONY: tch-version other-versions
 tch-version:
@@ -460,10 +467,10 @@ define for_torch
 .PHONY: wheel-$(1) compat-$(1)
 wheel-$(1): $(call installed,$(1))
 compat-$(1): $(call installed,$(1)) $(call softcuda_of,$(1))/kernels.so
-	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m smoke
+	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m "$$(SMOKE)"
 	if [[ -e $(call softcuda_of,$(1))/libcuda.so.1 ]]; then \
 		$$(call in_venv,$(call venv_of,$(1))) SOFTCUDA_HOME="$(call softcuda_of,$(1))" \
-			SOFTCUDA_TWINS="$(call softcuda_of,$(1))/kernels.so" tests/softcuda/run python -m pytest tests/cuda_python -m smoke; \
+			SOFTCUDA_TWINS="$(call softcuda_of,$(1))/kernels.so" tests/softcuda/run python -m pytest tests/cuda_python -m "$$(SMOKE)"; \
 	else \
 		echo "not tested: CUDA tensors, since this PyTorch $(1) is not for CUDA 13"; \
 	fi

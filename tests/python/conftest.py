@@ -1,13 +1,14 @@
 """Fixtures: the worlds that tests run in.
 
-A test that takes `world` runs once for every world size and transport mode; `@pytest.mark.worlds(sizes=..., modes=...)`
-narrows that. Tests that kill ranks or leave a broken group behind take `fresh_world`, whose workers no other test uses.
+A test that takes `world` runs in a world of each size, and over each transport in one of the sizes that `sizes_of`
+says; `@pytest.mark.worlds(sizes=..., modes=...)` narrows that, and with NCCLX_RS_EVERY_WORLD=1 each size goes over each
+transport. Tests that kill ranks or leave a broken group behind take `fresh_world`, whose workers no other test uses.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 # Ranks share the cores; set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,14 +70,25 @@ def pytest_report_header() -> str:
     return f"backend under test: {BACKEND}"
 
 
+def sizes_of(mode: str, sizes: Sequence[int]) -> Sequence[int]:
+    """The sizes of worlds over a transport. What is of the size shows over shared memory."""
+    # UCX has one of its ways for each.
+    if mode == "ucx":
+        return [size for size in sizes if size in UCX_WAYS]
+    if mode == "shm" or os.environ.get("NCCLX_RS_EVERY_WORLD") == "1":
+        return sizes
+    # Ranks that talk to two others, and two hosts of two ranks.
+    usual = {"tcp": 3, "hier": 4}[mode]
+    return [usual if usual in sizes else max(sizes)]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("worlds")
     chosen = marker.kwargs if marker else {}
     sizes, modes = chosen.get("sizes", SIZES), chosen.get("modes", MODES)
     # A single rank has no transport to vary.
-    worlds = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
-    # Other transports are the engine's own. What is UCX's shows in the sizes that have one of its ways to themselves.
-    worlds = [(size, mode) for size, mode in worlds if mode != "ucx" or size in UCX_WAYS]
+    pairs = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
+    worlds = [(size, mode) for size, mode in pairs if mode in modes[:1] or size in sizes_of(mode, sizes)]
     for fixture, scope in (("world", "session"), ("fresh_world", "function")):
         if fixture in metafunc.fixturenames:
             names = [f"{size}-{mode}" for size, mode in worlds]
