@@ -103,7 +103,7 @@ def the_engine_opens_ucx(rank: int, size: int) -> None:
     comm = ncclx_rs.new_comm("ncclx", "cpu", abort_process_on_timeout_or_error=False, **place)
     tensor = torch.full((10,), rank)
     if rank == 0:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the other rank has begun to receive
         work = comm.send(tensor, 1, async_op=True)
     else:
         work = comm.recv(tensor, 0, async_op=True)

@@ -70,12 +70,12 @@ def pytest_report_header() -> str:
     return f"backend under test: {BACKEND}"
 
 
-def sizes_of(mode: str, sizes: Sequence[int]) -> Sequence[int]:
-    """The sizes of worlds over a transport. What is of the size shows over shared memory."""
+def sizes_of(mode: str, sizes: Sequence[int], modes: Sequence[str]) -> Sequence[int]:
+    """The sizes of a test's worlds over one of its transports. What is of the size shows over the first."""
     # UCX has one of its ways for each.
     if mode == "ucx":
         return [size for size in sizes if size in UCX_WAYS]
-    if mode == "shm" or os.environ.get("NCCLX_RS_EVERY_WORLD") == "1":
+    if mode in (modes[0], "shm") or os.environ.get("NCCLX_RS_EVERY_WORLD") == "1":
         return sizes
     # Ranks that talk to two others, and two hosts of two ranks.
     usual = {"tcp": 3, "hier": 4}[mode]
@@ -88,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes, modes = chosen.get("sizes", SIZES), chosen.get("modes", MODES)
     # A single rank has no transport to vary.
     pairs = [(size, mode) for size in sizes for mode in (modes if size > 1 else modes[:1])]
-    worlds = [(size, mode) for size, mode in pairs if mode in modes[:1] or size in sizes_of(mode, sizes)]
+    worlds = [(size, mode) for size, mode in pairs if size in sizes_of(mode, sizes, modes)]
     for fixture, scope in (("world", "session"), ("fresh_world", "function")):
         if fixture in metafunc.fixturenames:
             names = [f"{size}-{mode}" for size, mode in worlds]
