@@ -353,7 +353,7 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance every-world long-messages scale scale-thousands simulated-times instructions-by-default \
+		$(MAKE) --keep-going acceptance compat-$(TCH_TORCH) every-world long-messages scale scale-thousands simulated-times instructions-by-default \
 			nccl-versions chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
@@ -464,10 +464,11 @@ clean: ## Removes environments and builds
 # Everything for one torch version: its environment, its build of the wheel, its software CUDA, its smoke tests. All but the
 # extension itself is built once for all.
 define for_torch
-.PHONY: wheel-$(1) compat-$(1)
+.PHONY: wheel-$(1) compat-$(1) compat-cpu-$(1)
 wheel-$(1): $(call installed,$(1))
-compat-$(1): $(call installed,$(1)) $(call softcuda_of,$(1))/kernels.so
+compat-cpu-$(1): $(call installed,$(1))
 	$$(call in_venv,$(call venv_of,$(1))) python -m pytest tests/python -m "$$(SMOKE)"
+compat-$(1): compat-cpu-$(1) $(call softcuda_of,$(1))/kernels.so
 	if [[ -e $(call softcuda_of,$(1))/libcuda.so.1 ]]; then \
 		$$(call in_venv,$(call venv_of,$(1))) SOFTCUDA_HOME="$(call softcuda_of,$(1))" \
 			SOFTCUDA_TWINS="$(call softcuda_of,$(1))/kernels.so" tests/softcuda/run python -m pytest tests/cuda_python -m "$$(SMOKE)"; \

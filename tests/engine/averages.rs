@@ -10,6 +10,8 @@ use crate::world::{Wire, buffer, run, world_hinted};
 
 /// One element, and several pieces of what the algorithms cut.
 const COUNTS: [usize; 2] = [1, 40_003];
+/// After so many, operands repeat: of this length they are computed.
+const PERIOD: usize = 4 * 5 * 61;
 
 /// A type whose sums leave it.
 trait Number: Element + PartialEq + Debug + Default {
@@ -66,12 +68,19 @@ macro_rules! floats {
 
 floats!(f16, bf16);
 
+fn repeated<T: Copy>(count: usize, number: impl Fn(usize) -> T) -> Vec<T> {
+    let period: Vec<T> = (0..PERIOD.min(count)).map(number).collect();
+    let mut numbers = period.repeat(count.div_ceil(period.len()));
+    numbers.truncate(count);
+    numbers
+}
+
 fn averages<T: Number>(comm: &Communicator, name: &str) {
     let (rank, size) = (comm.rank().index(), comm.size());
     for count in COUNTS {
         let context = |what: &str| format!("{what} of {count} × {} by {name}, rank {rank} of {size}", T::DTYPE);
-        let operands: Vec<T> = (0..count).map(|index| T::operand(rank, index)).collect();
-        let expected: Vec<T> = (0..count).map(|index| T::average(size, index)).collect();
+        let operands = repeated(count, |index| T::operand(rank, index));
+        let expected = repeated(count, |index| T::average(size, index));
         let first_wrong = |got: &[T], expected: &[T]| {
             let wrong = got.iter().zip(expected).position(|(got, expected)| got != expected);
             wrong.map(|index| (index, got[index], expected[index]))

@@ -28,7 +28,7 @@ bool is_device_memory(uintptr_t begin, size_t bytes) {
 using namespace fakenccl;
 
 // Absent in libraries that are as old.
-#ifndef FAKENCCL_WITHOUT_MEMORY
+#ifndef FAKENCCL_WITHOUT
 
 namespace {
 

@@ -66,7 +66,7 @@ Result Communicator::split(Place place, bool is_blocking, std::shared_ptr<Commun
 using namespace fakenccl;
 
 // Absent in libraries that are as old.
-#ifndef FAKENCCL_WITHOUT_SPLIT
+#ifndef FAKENCCL_WITHOUT
 
 namespace {
 
