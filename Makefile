@@ -353,8 +353,8 @@ screenshots: docs ## Photographs the site's main pages in a headless browser, in
 .PHONY: nightly
 nightly: ## Runs what takes too long for CI: acceptance, chaos with a new seed, soak, miri, tsan, fuzz and all wheels
 	seed=$(or $(SEED),$$(date +%s)); echo "SEED=$$seed"; \
-		$(MAKE) --keep-going acceptance compat-$(TCH_TORCH) every-world long-messages scale scale-thousands simulated-times instructions-by-default \
-			nccl-versions chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
+		$(MAKE) --keep-going acceptance compat-$(TCH_TORCH) every-world long-messages scale scale-thousands simulated-times \
+			instructions-by-default nccl-versions chaos chaos-cuda races-cuda samples-cuda mutations-cuda hip soak soak-cuda miri tsan fuzz package all-wheels SEED=$$seed
 
 # Worlds of real ranks, 64 to a process.
 SCALE ?= 256 1024

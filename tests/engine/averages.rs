@@ -10,7 +10,7 @@ use crate::world::{Wire, buffer, run, world_hinted};
 
 /// One element, and several pieces of what the algorithms cut.
 const COUNTS: [usize; 2] = [1, 40_003];
-/// After so many, operands repeat: of this length they are computed.
+/// Operands and averages repeat after so many elements, so no more are computed.
 const PERIOD: usize = 4 * 5 * 61;
 
 /// A type whose sums leave it.
