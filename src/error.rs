@@ -343,6 +343,15 @@ impl From<std::io::Error> for LinkDown {
     }
 }
 
+/// The beginning of a text that may take so many bytes, in whole characters.
+pub(crate) fn beginning(text: &str, bytes: usize) -> &str {
+    let mut end = text.len().min(bytes);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
 /// A list of ranks, for messages; of very many ranks, only the first.
 pub(crate) fn rank_list(ranks: &[Rank]) -> String {
     const MANY: usize = 64;

@@ -678,8 +678,12 @@ fn report_to(driver: &Arc<Driver>) -> impl Fn(&Findings) -> Option<Instant> + us
     let driver = Arc::downgrade(driver);
     move |findings| {
         let driver = driver.upgrade()?;
-        if !findings.heartbeats.is_empty() {
-            driver.heartbeats_arrive(&findings.heartbeats);
+        let heartbeats = &findings.heartbeats;
+        let absence = (!heartbeats.is_empty()).then(|| driver.heartbeats_arrive(heartbeats)).flatten();
+        if let Some(absence) = absence
+            && let Some(in_flight) = registry::oldest_in_flight(&driver)
+        {
+            driver.tell_absence(absence, in_flight);
         }
         driver.departed(&findings.departed)
     }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use signal_hook::iterator::Signals;
 
 use crate::engine::driver::Driver;
+use crate::engine::heartbeat::InFlight;
 use crate::sync::{Arc, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 
@@ -38,6 +39,33 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
 
 fn drivers() -> Vec<Arc<Driver>> {
     lock(REGISTRY.get()).drivers.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// The oldest operation that the rank of this communicator has in flight, in any of its communicators. None where that is not
+/// known: if a flight recorder is off, or several ranks of the communicator are in this process, so that others' operations may be
+/// those of another rank.
+pub(super) fn oldest_in_flight(driver: &Arc<Driver>) -> Option<InFlight> {
+    let id = driver.with_engine(|engine| engine.id.clone());
+    let (mut ranks, mut all_known, mut own, mut oldest) = (0, true, None, None);
+    for other in drivers() {
+        let (is_same, is_on, first) = other.with_engine(|engine| {
+            let first = engine.context.recorder.oldest_in_flight();
+            let first =
+                first.map(|record| (record.submitted, InFlight::new(engine.name(), record.call, record.submitted)));
+            (engine.id == id, engine.context.recorder.is_on(), first)
+        });
+        ranks += usize::from(is_same);
+        all_known &= is_on;
+        if Arc::ptr_eq(&other, driver) {
+            own.clone_from(&first);
+        }
+        oldest = [oldest, first].into_iter().flatten().min_by_key(|(since, _)| *since);
+    }
+    match (ranks, oldest) {
+        (2.., _) => own.map(|(_, in_flight)| in_flight),
+        (_, Some((_, in_flight))) => Some(in_flight),
+        (_, None) => all_known.then(InFlight::default),
+    }
 }
 
 /// The dumps of all open communicators of this process; see [`Communicator::dump`](super::Communicator::dump).

@@ -10,6 +10,7 @@ use crate::device::call_log::{Blocks, Difference, Disagreement, LoggedCall};
 use crate::device::counters::Word;
 use crate::device::record;
 use crate::device::words::{COUNT_SLOTS, ControlLayout, SLOTS, TEXT_LINES};
+use crate::error::beginning;
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, fence, lock};
 use crate::sys::cuda::Width;
 use crate::sys::words::{SharedWords, WORDS_A_LINE};
@@ -280,7 +281,7 @@ impl Control {
             fence(Ordering::SeqCst);
             return;
         }
-        let text = beginning(&failure.text);
+        let text = beginning(&failure.text, TEXT_BYTES);
         record::publish(mark, epoch, || {
             number.store(failure.number, Ordering::Relaxed);
             kind.store(failure.kind as u64, Ordering::Relaxed);
@@ -468,15 +469,6 @@ pub(crate) fn waiter(word: Word) -> Option<Rank> {
         Word::Sent { of } | Word::Inbound { of } => Some(of),
         Word::Outbound { .. } | Word::Taken { .. } => None,
     }
-}
-
-/// As much of a text as there is room for, in whole characters.
-fn beginning(text: &str) -> &str {
-    let mut end = text.len().min(TEXT_BYTES);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[..end]
 }
 
 const TEXT_BYTES: usize = TEXT_LINES * WORDS_A_LINE * size_of::<u64>();

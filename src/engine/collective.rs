@@ -11,7 +11,7 @@ use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
-use crate::engine::heartbeat::{Heartbeat, Pulse, SendHeartbeat};
+use crate::engine::heartbeat::{Heartbeat, Pulse, RankState, SendHeartbeat};
 use crate::engine::owed::Owed;
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
@@ -27,6 +27,7 @@ use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
+use absent::AbsentRanks;
 
 /// A message that came before it was asked for.
 enum Unexpected {
@@ -93,6 +94,7 @@ pub(crate) struct Collectives {
     pub(crate) send_heartbeat: Option<SendHeartbeat>,
     /// By rank.
     callers: PerRank<Caller>,
+    absent: AbsentRanks,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -124,6 +126,7 @@ impl Collectives {
             algorithm: None,
             send_heartbeat: None,
             callers: PerRank::new(size),
+            absent: AbsentRanks::default(),
             next: 0,
             queue: VecDeque::new(),
             active: None,
@@ -210,8 +213,16 @@ impl Collectives {
         self.callers.get(rank).called
     }
 
-    /// Notes that ranks wait in a collective, and compares what they called with what this rank did.
+    /// Notes that ranks wait in a collective, or what they do instead.
     pub(crate) fn heartbeat_arrives(&mut self, ctx: &mut OpContext, heartbeat: &Heartbeat, now: Instant) {
+        match &heartbeat.state {
+            RankState::Waiting(signature) => self.others_wait(ctx, heartbeat, *signature, now),
+            RankState::Absent(in_flight) => self.others_are_absent(ctx.me, heartbeat, in_flight),
+        }
+    }
+
+    /// Compares what others called with what this rank did.
+    fn others_wait(&mut self, ctx: &mut OpContext, heartbeat: &Heartbeat, signature: Signature, now: Instant) {
         // Twice the time that it takes until the next one comes, which may be late.
         let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));
         for rank in heartbeat.ranks.iter().filter(|rank| **rank != ctx.me) {
@@ -220,9 +231,9 @@ impl Collectives {
         }
         let Some(from) = heartbeat.ranks.iter().find(|rank| **rank != ctx.me) else { return };
         if self.owed.is_of(heartbeat.sequence) {
-            self.word_arrives(ctx, *from, heartbeat.signature);
+            self.word_arrives(ctx, *from, signature);
         } else if self.active.as_ref().is_some_and(|active| active.sequence == heartbeat.sequence) {
-            self.check_signature(ctx, *from, heartbeat.signature);
+            self.check_signature(ctx, *from, signature);
         }
     }
 
@@ -739,9 +750,9 @@ impl Collectives {
         if let Some((round, interval)) = active.pulse.beat(now)
             && let Some(send) = &self.send_heartbeat
         {
-            let signature = active.request.signature;
+            let state = RankState::Waiting(active.request.signature);
             let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
-            send(Heartbeat { sequence, signature, round, again_millis, ranks: vec![ctx.me] });
+            send(Heartbeat { sequence, state, round, again_millis, ranks: vec![ctx.me] });
         }
         self.resolve_suspect(ctx, now);
         let Some(active) = &self.active else { return };
@@ -774,6 +785,7 @@ fn tell_others(ctx: &mut OpContext, failed: Failed, text: &str) {
 /// The message belongs to a collective that is over.
 struct Stale;
 
+mod absent;
 mod ahead;
 mod missing;
 mod parts;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::engine::callbacks;
 use crate::engine::completion::Finished;
 use crate::engine::failures::{Departed, OnLoss};
-use crate::engine::heartbeat::Heartbeat;
+use crate::engine::heartbeat::{Absence, Heartbeat, InFlight};
 use crate::engine::progress::Engine;
 use crate::engine::wait_policy::Wait;
 use crate::error::Error;
@@ -162,16 +162,17 @@ impl Driver {
         due
     }
 
-    /// Tells the operations of ranks that wait in a collective.
-    pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) {
-        let (finished, is_busy) = {
+    /// Tells the operations of ranks that wait in a collective, and of those that do not. Whether this rank is to
+    /// [tell](Driver::tell_absence) others what it does meanwhile.
+    pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) -> Option<Absence> {
+        let (finished, is_busy, absence) = {
             let mut engine = lock(&self.engine);
             // What has come before counts.
             engine.progress(true);
             let now = Instant::now();
             heartbeats.iter().for_each(|heartbeat| engine.heartbeat_arrives(heartbeat, now));
             engine.write_due_dump();
-            (engine.take_finished(), engine.is_busy())
+            (engine.take_finished(), engine.is_busy(), engine.absence(heartbeats))
         };
         // A collective that failed has to tell other ranks, which takes streams and a thread that drives them.
         let hands_over = is_busy && !finished.is_empty();
@@ -182,6 +183,12 @@ impl Driver {
         if hands_over {
             self.want_progress_thread();
         }
+        absence
+    }
+
+    /// Tells others what this rank does while they wait in a collective that it has not called.
+    pub(crate) fn tell_absence(&self, absence: Absence, in_flight: InFlight) {
+        self.with_engine(|engine| engine.collectives.tell_absence(engine.context.me, absence, in_flight));
     }
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.

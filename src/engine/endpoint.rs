@@ -18,7 +18,7 @@ use crate::engine::frame::{FAIL_TEXT_MAX, FRAGMENT_BYTES, Failed, Header};
 use crate::engine::inbox::Inbox;
 use crate::engine::outbox::{LinkStats, Outbox};
 use crate::engine::peers::{ACCEPT_TIMEOUT, DRAIN_TIMEOUT, Peer, Peers};
-use crate::error::LinkDown;
+use crate::error::{LinkDown, beginning};
 use crate::sys::poller::StreamName;
 use crate::transport::{Expose, Read, RemoteMemory, RingStats, TakeRead, Transport, Watcher};
 use crate::types::Rank;
@@ -485,11 +485,8 @@ impl Endpoints {
 
     /// Tells `to` that an operation has failed here.
     pub(crate) fn send_failure(&mut self, to: Rank, failed: Failed, text: &str) {
-        let mut end = text.len().min(FAIL_TEXT_MAX);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.send(to, failed.header(end), Body::of_bytes(&text.as_bytes()[..end]), Completion::NONE);
+        let text = beginning(text, FAIL_TEXT_MAX);
+        self.send(to, failed.header(text.len()), Body::of_bytes(text.as_bytes()), Completion::NONE);
     }
 
     /// As [`Endpoints::send`], but opens no stream. None: the peer is lost.

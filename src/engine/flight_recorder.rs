@@ -169,6 +169,17 @@ impl Recorder {
         }
     }
 
+    /// The operation that is in flight for longest, as far as operations are remembered.
+    pub(crate) fn oldest_in_flight(&self) -> Option<&Record> {
+        let in_flight = self.kept.iter().chain(&self.ring).filter(|record| record.ended.is_none());
+        in_flight.min_by_key(|record| record.number)
+    }
+
+    /// Whether operations in flight are remembered.
+    pub(crate) fn is_on(&self) -> bool {
+        self.capacity > 0
+    }
+
     /// How many operations there were.
     pub(crate) fn count(&self) -> u64 {
         self.next
@@ -221,9 +232,10 @@ mod tests {
         }
         assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 4, 5, 6, 7], 8));
         assert!(recorder.records()[0].ended.is_none());
+        assert_eq!(recorder.oldest_in_flight().map(|record| record.number), Some(waiting));
         recorder.ended(waiting, Instant::now(), Some("late".to_owned()), None);
         assert_eq!(numbers(&recorder), [4, 5, 6, 7], "the place of one that has ended was taken long ago");
-        assert!(recorder.kept.is_empty());
+        assert!(recorder.kept.is_empty() && recorder.oldest_in_flight().is_none());
     }
 
     #[test]

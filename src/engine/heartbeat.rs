@@ -1,24 +1,76 @@
-//! Heartbeats: ranks that wait in a collective say so again and again.
+//! Heartbeats: ranks that wait in a collective say so again and again, and ranks that have not called it say what they do
+//! instead.
 //!
 //! Ranks that exchange nothing with each other learn from them which ranks have called a collective, and with what
-//! arguments. So a timeout names the ranks that have not. Heartbeats travel beside the operations' streams: none is opened
-//! for them.
+//! arguments. So a timeout names the ranks that have not, and where their programs are. Heartbeats travel beside the operations'
+//! streams: none is opened for them.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
+use crate::engine::call::Call;
+use crate::error::beginning;
 use crate::signature::Signature;
 use crate::types::Rank;
 
-/// Tells that ranks wait in a collective.
+/// Tells that ranks wait in a collective, or what they do while others wait there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
+    /// The collective, or the first one that they have not called.
     pub(crate) sequence: u64,
-    pub(crate) signature: Signature,
+    pub(crate) state: RankState,
     /// Counts a rank's heartbeats in this collective.
     pub(crate) round: u32,
     /// After how many milliseconds these ranks send the next one, if they still wait.
     pub(crate) again_millis: u64,
     pub(crate) ranks: Vec<Rank>,
+}
+
+/// What ranks do of which a heartbeat tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RankState {
+    /// They wait in the collective, which they called so.
+    Waiting(Signature),
+    /// They have not called it.
+    Absent(InFlight),
+}
+
+/// The oldest operation that a process has in flight, in whichever communicator.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct InFlight {
+    /// The operation and its communicator; empty if there is none.
+    pub(crate) what: String,
+    /// For how long.
+    pub(crate) millis: u64,
+}
+
+impl InFlight {
+    /// An operation of the communicator `comm` that was submitted at `since`.
+    pub(crate) fn new(comm: &str, call: Call, since: Instant) -> InFlight {
+        let what = format!("{call} of communicator `{comm}`");
+        let what = beginning(&what, IN_FLIGHT_BYTES_MAX).to_owned();
+        InFlight { what, millis: since.elapsed().as_millis().try_into().unwrap_or(u64::MAX) }
+    }
+}
+
+impl fmt::Display for InFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.what.is_empty() {
+            return f.write_str("no operation in flight");
+        }
+        write!(f, "{} in flight, for {:.1?}", self.what, Duration::from_millis(self.millis))
+    }
+}
+
+/// The longest text of an operation in flight.
+pub(crate) const IN_FLIGHT_BYTES_MAX: usize = 256;
+
+/// Others wait in a collective that this rank has not called, and have not been told in this round what it does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Absence {
+    pub(crate) sequence: u64,
+    pub(crate) round: u32,
+    pub(crate) again_millis: u64,
 }
 
 /// Sends a heartbeat of this rank to the others. Called under the engine's lock: it must not block.
@@ -60,6 +112,7 @@ mod tests {
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::error::Error;
+    use crate::window::WindowId;
     use crate::work::Work;
 
     /// A broadcast from the last of so many ranks, for which rank 0 waits.
@@ -71,7 +124,8 @@ mod tests {
     }
 
     fn heartbeat(signature: Signature, ranks: impl Iterator<Item = u32>) -> Heartbeat {
-        Heartbeat { sequence: 0, signature, round: 0, again_millis: 500, ranks: ranks.map(Rank).collect() }
+        let state = RankState::Waiting(signature);
+        Heartbeat { sequence: 0, state, round: 0, again_millis: 500, ranks: ranks.map(Rank).collect() }
     }
 
     #[test]
@@ -122,6 +176,81 @@ mod tests {
         let expected = Heartbeat { ranks: vec![Rank(0)], ..heartbeat(signature, 0..1) };
         assert_eq!(sent.try_iter().collect::<Vec<_>>(), [expected]);
         assert_eq!(harness.wire().from_engine.len(), frames, "rank 1 has nothing to do with the broadcast");
+    }
+
+    fn absent(sequence: u64, ranks: impl Iterator<Item = u32>, what: &str, millis: u64) -> Heartbeat {
+        let state = RankState::Absent(InFlight { what: what.to_owned(), millis });
+        Heartbeat { sequence, state, ..heartbeat(Signature::default(), ranks) }
+    }
+
+    #[test]
+    fn a_timeout_says_what_the_ranks_that_are_missing_had_in_flight_when_last_heard_of() {
+        let mut words = Words::new(vec![0]);
+        let (mut harness, work, signature) = waiting(9, &mut words);
+        let now = Instant::now();
+        for told in [
+            absent(0, 1..2, "send", 100),
+            absent(0, 1..4, "recv", 2_600),
+            absent(0, 4..5, "recv", 2_400),
+            absent(0, 5..6, "", 0),
+            absent(0, 6..7, "put", 0),
+            absent(1, 7..8, "get", 0),
+        ] {
+            harness.engine.heartbeat_arrives(&told, now);
+        }
+        harness.engine.heartbeat_arrives(&heartbeat(signature, 6..7), now);
+        harness.engine.expire(now + Duration::from_secs(2));
+        let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        let expected = "collective 0: rank(s) 1, 2, 3, 4, 5, 7, 8 did not call it; rank(s) 0, 6 did; rank(s) 1, 2, 3, 4 had recv in \
+                        flight, for 2.4s; rank(s) 5 had no operation in flight";
+        assert_eq!(detail, expected);
+    }
+
+    #[test]
+    fn a_timeout_names_few_operations_of_missing_ranks_and_none_from_before() {
+        let mut words = Words::new(vec![0]);
+        let (mut harness, work, signature) = waiting(9, &mut words);
+        let now = Instant::now();
+        (1..9).for_each(|rank| {
+            harness.engine.heartbeat_arrives(&absent(0, rank..rank + 1, &format!("op {rank}"), 0), now)
+        });
+        harness.engine.expire(now + Duration::from_secs(2));
+        let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
+        assert_eq!((detail.contains("op 4"), detail.contains("op 5")), (true, false), "{detail}");
+        let mut words = Words::new(vec![0]);
+        let next = harness.broadcast(Rank(8), &mut words, Duration::from_secs(1));
+        assert_eq!(harness.engine.collectives.signature(), Some(signature));
+        harness.engine.expire(now + Duration::from_secs(4));
+        let Some(Err(Error::Timeout { detail, .. })) = next.result() else { panic!("{:?}", next.result()) };
+        assert!(detail.ends_with("did not call it; rank(s) 0 did"), "{detail}");
+    }
+
+    #[test]
+    fn a_rank_tells_once_a_round_what_it_does_while_others_wait() {
+        let mut words = Words::new(vec![0]);
+        let (mut harness, _work, signature) = waiting(3, &mut words);
+        let (send, sent) = std::sync::mpsc::channel();
+        harness.engine.collectives.send_heartbeat =
+            Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        let others = |sequence, round| Heartbeat { sequence, round, ..heartbeat(signature, 1..2) };
+        let engine = &mut harness.engine;
+        assert_eq!(engine.absence(&[others(0, 0)]), None, "this rank waits there, too");
+        assert_eq!(engine.absence(&[absent(1, 1..2, "", 0)]), None, "nobody waits");
+        let absence = engine.absence(&[others(1, 0), others(3, 4), others(0, 9)]).expect("they wait for this rank");
+        assert_eq!(absence, Absence { sequence: 1, round: 4, again_millis: 500 });
+        let in_flight = InFlight { what: "recv".to_owned(), millis: 3 };
+        engine.collectives.tell_absence(Rank(0), absence, in_flight);
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [Heartbeat { round: 4, ..absent(1, 0..1, "recv", 3) }]);
+        assert_eq!((engine.absence(&[others(1, 4)]), engine.absence(&[others(2, 3)])), (None, None), "they know");
+        assert!(engine.absence(&[others(1, 5)]).is_some(), "the next round");
+    }
+
+    #[test]
+    fn an_operation_in_flight_is_told_in_few_bytes() {
+        let since = Instant::now();
+        let in_flight = InFlight::new(&"é".repeat(500), Call::Flush { to: Rank(1), window: WindowId(2) }, since);
+        assert!((IN_FLIGHT_BYTES_MAX - 1..=IN_FLIGHT_BYTES_MAX).contains(&in_flight.what.len()), "{in_flight}");
+        assert_eq!(InFlight::default().to_string(), "no operation in flight");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
 use crate::engine::frame::{End, FrameKind, Header, MatchSpace, Reason};
-use crate::engine::heartbeat::Heartbeat;
+use crate::engine::heartbeat::{Absence, Heartbeat};
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
@@ -227,12 +227,17 @@ impl Engine {
         self.handle_losses();
     }
 
-    /// Notes that ranks wait in a collective.
+    /// Notes that ranks wait in a collective, or what they do instead.
     pub(crate) fn heartbeat_arrives(&mut self, heartbeat: &Heartbeat, now: Instant) {
         if self.closed().is_none() {
             self.collectives.heartbeat_arrives(&mut self.context, heartbeat, now);
             self.handle_losses();
         }
+    }
+
+    /// Whether ranks wait for this one, and are to be told what it does.
+    pub(crate) fn absence(&self, heartbeats: &[Heartbeat]) -> Option<Absence> {
+        self.closed().is_none().then(|| self.collectives.absence(heartbeats)).flatten()
     }
 
     // ---- the loop ----

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use super::neighbours::{ALL_NEIGHBOURS, steps_to_all};
-use crate::engine::heartbeat::Heartbeat;
+use crate::engine::heartbeat::{Heartbeat, RankState};
 use crate::types::Rank;
 
 /// The heartbeats that a rank has heard, and those that it is to pass on.
@@ -17,6 +17,8 @@ use crate::types::Rank;
 pub(super) struct Gossip {
     /// The collective and the round of each rank's last heartbeat.
     last: FxHashMap<Rank, (u64, u32)>,
+    /// The same of what ranks have told of collectives that they have not called, and of which they may wait in an earlier one.
+    last_absent: FxHashMap<Rank, (u64, u32)>,
     held: Vec<Heartbeat>,
     /// When they are to be passed on.
     due: Option<Instant>,
@@ -34,9 +36,13 @@ impl Gossip {
         let mut new: Vec<Heartbeat> = Vec::new();
         for mut heartbeat in heartbeats {
             let moment = Some((heartbeat.sequence, heartbeat.round));
+            let last = match heartbeat.state {
+                RankState::Waiting(_) => &mut self.last,
+                RankState::Absent(_) => &mut self.last_absent,
+            };
             heartbeat.ranks.retain(|rank| {
-                let is_new = self.last.get(rank).copied() < moment;
-                self.last.extend(moment.filter(|_| is_new).map(|moment| (*rank, moment)));
+                let is_new = last.get(rank).copied() < moment;
+                last.extend(moment.filter(|_| is_new).map(|moment| (*rank, moment)));
                 is_new
             });
             if !heartbeat.ranks.is_empty() {
@@ -73,27 +79,35 @@ impl Gossip {
 }
 
 fn merge(heartbeats: &mut Vec<Heartbeat>, mut heartbeat: Heartbeat) {
-    match heartbeats.iter_mut().find(|other| is_alike(other, &heartbeat)) {
-        Some(other) => other.ranks.append(&mut heartbeat.ranks),
-        None => heartbeats.push(heartbeat),
+    let Some(other) = heartbeats.iter_mut().find(|other| is_alike(other, &heartbeat)) else {
+        return heartbeats.push(heartbeat);
+    };
+    other.ranks.append(&mut heartbeat.ranks);
+    if let (RankState::Absent(all), RankState::Absent(one)) = (&mut other.state, heartbeat.state) {
+        all.millis = all.millis.min(one.millis);
     }
 }
 
-/// Whether two heartbeats differ in nothing but their ranks.
+/// Whether two heartbeats differ in nothing but their ranks and the age of what those have in flight.
 fn is_alike(one: &Heartbeat, other: &Heartbeat) -> bool {
-    (one.sequence, one.round, one.again_millis, one.signature)
-        == (other.sequence, other.round, other.again_millis, other.signature)
+    let is_same_state = match (&one.state, &other.state) {
+        (RankState::Absent(one), RankState::Absent(other)) => one.what == other.what,
+        (one, other) => one == other,
+    };
+    is_same_state && (one.sequence, one.round, one.again_millis) == (other.sequence, other.round, other.again_millis)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::comm::failure_detector::neighbours::neighbours;
+    use crate::engine::heartbeat::InFlight;
     use crate::signature::Signature;
 
     fn heartbeat(sequence: u64, round: u32, ranks: &[u32]) -> Heartbeat {
         let ranks = ranks.iter().copied().map(Rank).collect();
-        Heartbeat { sequence, signature: Signature::default(), round, again_millis: 500, ranks }
+        let state = RankState::Waiting(Signature::default());
+        Heartbeat { sequence, state, round, again_millis: 500, ranks }
     }
 
     #[test]
@@ -105,6 +119,20 @@ mod tests {
         assert_eq!(filter(&[heartbeat(4, 0, &[1]), heartbeat(3, 9, &[2])]), []);
         let next = [heartbeat(4, 1, &[1]), heartbeat(5, 0, &[2]), heartbeat(4, 1, &[3])];
         assert_eq!(filter(&next), [heartbeat(4, 1, &[1, 3]), heartbeat(5, 0, &[2])]);
+    }
+
+    #[test]
+    fn ranks_that_are_absent_for_the_same_are_told_of_together_and_apart_from_those_that_wait() {
+        let absent = |what: &str, millis, ranks: &[u32]| {
+            let what = what.to_owned();
+            Heartbeat { state: RankState::Absent(InFlight { what, millis }), ..heartbeat(4, 0, ranks) }
+        };
+        let mut gossip = Gossip::default();
+        let told = [absent("recv", 900, &[1]), absent("send", 3, &[2]), absent("recv", 700, &[3])];
+        let new = gossip.filter(told.into_iter());
+        assert_eq!(new, [absent("recv", 700, &[1, 3]), absent("send", 3, &[2])]);
+        assert_eq!(gossip.filter([heartbeat(4, 0, &[1])].into_iter()), [heartbeat(4, 0, &[1])], "now it has called it");
+        assert_eq!(gossip.filter([absent("recv", 950, &[1])].into_iter()), []);
     }
 
     /// All ranks of a large world wait, since moments that differ by up to 200 ms. Every rank hears of every other rank in time, and the

@@ -8,7 +8,7 @@ use super::incoming::{Heard, Incoming, Listener};
 use super::links::{Cut, Links};
 use super::manner::Protection;
 use super::monitor::PeerMonitor;
-use super::notice::{Notice, RANKS_MAX};
+use super::notice::{Notice, ranks_max};
 use super::outgoing::Member;
 use crate::engine::failures::{Departed, Departure};
 use crate::engine::heartbeat::Heartbeat;
@@ -21,7 +21,7 @@ use crate::types::Rank;
 pub(crate) struct Findings {
     /// Ranks that are gone.
     pub(crate) departed: Vec<Departed>,
-    /// Ranks that wait in a collective.
+    /// Of ranks that wait in a collective, or that have not called it.
     pub(crate) heartbeats: Vec<Heartbeat>,
 }
 
@@ -156,7 +156,7 @@ impl DetectorState {
         let new = self.gossip.filter(heartbeats.into_iter());
         self.gossip.hold(&new, self.identity.size, now);
         for heartbeat in self.gossip.take_due(now) {
-            for ranks in heartbeat.ranks.chunks(RANKS_MAX) {
+            for ranks in heartbeat.ranks.chunks(ranks_max(&heartbeat.state)) {
                 let notice = Notice::Heartbeat(Heartbeat { ranks: ranks.to_vec(), ..heartbeat.clone() });
                 self.monitors.iter_mut().for_each(|monitor| monitor.send_if_room(&notice, links));
             }

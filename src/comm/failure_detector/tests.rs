@@ -15,7 +15,7 @@ use super::watch::Watch;
 use crate::config::{Config, Switch};
 use crate::engine::connector::{Connector, Route};
 use crate::engine::failures::{Departed, Departure};
-use crate::engine::heartbeat::Heartbeat;
+use crate::engine::heartbeat::{Heartbeat, RankState};
 use crate::error::LinkDown;
 use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, lock};
@@ -113,7 +113,8 @@ impl Process {
 
     fn send_heartbeat(&mut self, member: Member, round: u32) {
         let ranks = vec![Rank(self.number)];
-        let heartbeat = Heartbeat { sequence: 1, signature: Signature::default(), round, again_millis: 500, ranks };
+        let state = RankState::Waiting(Signature::default());
+        let heartbeat = Heartbeat { sequence: 1, state, round, again_millis: 500, ranks };
         lock(&self.watch.registration(member).expect("it is there").own_heartbeats).push(heartbeat);
     }
 }
@@ -495,8 +496,8 @@ fn one_that_leaves_hears_who_has_not_spoken_yet() {
 
 #[test]
 fn of_what_comes_early_heartbeats_are_the_first_to_be_dropped() {
-    let heartbeat =
-        Heartbeat { sequence: 1, signature: Signature::default(), round: 1, again_millis: 9, ranks: vec![] };
+    let state = RankState::Waiting(Signature::default());
+    let heartbeat = Heartbeat { sequence: 1, state, round: 1, again_millis: 9, ranks: vec![] };
     let heartbeat = Content::Notice(Notice::Heartbeat(heartbeat).encode());
     let mut messages = vec![(3, joins(1, 8))];
     messages.extend((0..100).map(|_| (3, heartbeat.clone())));
