@@ -17,9 +17,11 @@ use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
 use crate::device::vendor::ending::Leaving;
+use crate::engine::callbacks;
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
 use crate::engine::flight_recorder::Recorder;
+use crate::engine::heartbeat::Absence;
 use crate::engine::message::{Direction, MessageRequest};
 use crate::engine::progress::Engine;
 use crate::engine::region::{Region, Spaces};
@@ -27,7 +29,7 @@ use crate::engine::request::Request;
 use crate::engine::window::{RmaOp, RmaRequest};
 use crate::error::{Error, InitError};
 use crate::op::{CollectiveKind, Mode, Op, OpKind};
-use crate::sync::{Arc, AtomicU64, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicU64, Mutex, Ordering, Weak, lock};
 use crate::sys::cache;
 use crate::sys::cuda::StreamHandle;
 use crate::sys::limits;
@@ -240,6 +242,8 @@ impl Communicator {
         // With two ranks, each notices by itself that the other is gone.
         engine.context.failures.is_watched = size > 2;
         let driver = Driver::new(engine, poller, polling);
+        let signal = config.dump_signal.map(DumpSignal::number);
+        registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let start_detector = || {
             let transports = detector_transports.into_transports();
             let identity = Identity { comm: comm_id, me: rank, size, secret };
@@ -251,8 +255,6 @@ impl Communicator {
             let send_heartbeat = detector.heartbeat_sender();
             driver.with_engine(|engine| engine.collectives.send_heartbeat = Some(Box::new(send_heartbeat)));
         }
-        let signal = config.dump_signal.map(DumpSignal::number);
-        registry::add(&driver, signal).map_err(|cause| os("the thread that listens for a signal", cause))?;
         let configured_timeout = config.timeout;
         let timeout = timeout.unwrap_or(configured_timeout);
         let place = RankAndSize { me: rank, size };
@@ -675,17 +677,26 @@ impl fmt::Debug for Communicator {
 
 /// Passes what the failure detector finds on to the communicator's operations.
 fn report_to(driver: &Arc<Driver>) -> impl Fn(&Findings) -> Option<Instant> + use<> {
-    let driver = Arc::downgrade(driver);
+    let this = Arc::downgrade(driver);
     move |findings| {
-        let driver = driver.upgrade()?;
+        let driver = this.upgrade()?;
         let heartbeats = &findings.heartbeats;
         let absence = (!heartbeats.is_empty()).then(|| driver.heartbeats_arrive(heartbeats)).flatten();
-        if let Some(absence) = absence
-            && let Some(in_flight) = registry::oldest_in_flight(&driver)
-        {
-            driver.tell_absence(absence, in_flight);
+        if let Some(absence) = absence {
+            let this = this.clone();
+            // This thread must not wait for the locks of other communicators.
+            callbacks::call_elsewhere(Box::new(move || tell_absence(&this, absence)));
         }
         driver.departed(&findings.departed)
+    }
+}
+
+/// Tells others, which wait for the rank of this communicator, what that does instead.
+fn tell_absence(driver: &Weak<Driver>, absence: Absence) {
+    if let Some(driver) = driver.upgrade()
+        && let Some(in_flight) = registry::oldest_in_flight(&driver)
+    {
+        driver.tell_absence(absence, in_flight);
     }
 }
 

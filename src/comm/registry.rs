@@ -1,5 +1,7 @@
-//! The registry of this process's communicators, from which a program or a signal dumps all flight recorders.
+//! The registry of this process's communicators: from it, a program or a signal dumps all flight recorders, and others are told
+//! what this process has in flight.
 
+use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -41,31 +43,28 @@ fn drivers() -> Vec<Arc<Driver>> {
     lock(REGISTRY.get()).drivers.iter().filter_map(Weak::upgrade).collect()
 }
 
-/// The oldest operation that the rank of this communicator has in flight, in any of its communicators. None where that is not
-/// known: if a flight recorder is off, or several ranks of the communicator are in this process, so that others' operations may be
-/// those of another rank.
+/// The oldest operation that this process has in flight, in any of its communicators, as far as flight recorders are on. None where
+/// that is not known. Of a process that has several ranks of some communicator, only the communicator of `driver` counts: whose
+/// operations the others have is not known.
 pub(super) fn oldest_in_flight(driver: &Arc<Driver>) -> Option<InFlight> {
-    let id = driver.with_engine(|engine| engine.id.clone());
-    let (mut ranks, mut all_known, mut own, mut oldest) = (0, true, None, None);
+    let (mut ids, mut has_several_ranks, mut is_known) = (HashSet::new(), false, true);
+    let (mut own, mut oldest) = (None, None);
     for other in drivers() {
-        let (is_same, is_on, first) = other.with_engine(|engine| {
-            let first = engine.context.recorder.oldest_in_flight();
-            let first =
-                first.map(|record| (record.submitted, InFlight::new(engine.name(), record.call, record.submitted)));
-            (engine.id == id, engine.context.recorder.is_on(), first)
+        let (id, is_on, first) = other.with_engine(|engine| {
+            let recorder = &engine.context.recorder;
+            let first = recorder.oldest_in_flight().map(|record| (record.submitted, record.call, record.is_on_device));
+            (engine.id.clone(), recorder.is_on(), first.map(|first| (first, engine.name().to_owned())))
         });
-        ranks += usize::from(is_same);
-        all_known &= is_on;
+        has_several_ranks |= !ids.insert(id);
+        is_known &= is_on;
         if Arc::ptr_eq(&other, driver) {
             own.clone_from(&first);
         }
-        oldest = [oldest, first].into_iter().flatten().min_by_key(|(since, _)| *since);
+        oldest = [oldest, first].into_iter().flatten().min_by_key(|((since, ..), _)| *since);
     }
-    match (ranks, oldest) {
-        (2.., _) => own.map(|(_, in_flight)| in_flight),
-        (_, Some((_, in_flight))) => Some(in_flight),
-        (_, None) => all_known.then(InFlight::default),
-    }
+    let found = if has_several_ranks { own } else { oldest };
+    let in_flight = found.map(|((since, call, on_device), comm)| InFlight::new(&comm, call, on_device, since));
+    in_flight.or_else(|| (is_known && !has_several_ranks).then(InFlight::nothing))
 }
 
 /// The dumps of all open communicators of this process; see [`Communicator::dump`](super::Communicator::dump).

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Scaling, ScratchLimit};
+use crate::engine::absent_ranks::AbsentRanks;
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
@@ -27,7 +28,6 @@ use crate::signature::Signature;
 use crate::sync::Arc;
 use crate::types::{DType, Rank, ReduceOp};
 use crate::work::Work;
-use absent::AbsentRanks;
 
 /// A message that came before it was asked for.
 enum Unexpected {
@@ -94,7 +94,11 @@ pub(crate) struct Collectives {
     pub(crate) send_heartbeat: Option<SendHeartbeat>,
     /// By rank.
     callers: PerRank<Caller>,
-    absent: AbsentRanks,
+    absent_ranks: AbsentRanks,
+    /// The last heartbeat, by its collective and its round, of ranks that wait for this one.
+    asked_for: Option<(u64, u32)>,
+    /// How often this rank was absent then.
+    absences: u32,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -126,7 +130,9 @@ impl Collectives {
             algorithm: None,
             send_heartbeat: None,
             callers: PerRank::new(size),
-            absent: AbsentRanks::default(),
+            absent_ranks: AbsentRanks::default(),
+            asked_for: None,
+            absences: 0,
             next: 0,
             queue: VecDeque::new(),
             active: None,
@@ -217,7 +223,7 @@ impl Collectives {
     pub(crate) fn heartbeat_arrives(&mut self, ctx: &mut OpContext, heartbeat: &Heartbeat, now: Instant) {
         match &heartbeat.state {
             RankState::Waiting(signature) => self.others_wait(ctx, heartbeat, *signature, now),
-            RankState::Absent(in_flight) => self.others_are_absent(ctx.me, heartbeat, in_flight),
+            RankState::Absent(in_flight) => self.others_are_absent(heartbeat, in_flight, now),
         }
     }
 

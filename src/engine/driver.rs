@@ -188,7 +188,7 @@ impl Driver {
 
     /// Tells others what this rank does while they wait in a collective that it has not called.
     pub(crate) fn tell_absence(&self, absence: Absence, in_flight: InFlight) {
-        self.with_engine(|engine| engine.collectives.tell_absence(engine.context.me, absence, in_flight));
+        self.with_engine(|engine| engine.tell_absence(absence, in_flight));
     }
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.

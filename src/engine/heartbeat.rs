@@ -8,20 +8,20 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use crate::engine::call::Call;
 use crate::error::beginning;
 use crate::signature::Signature;
+use crate::sync::Arc;
 use crate::types::Rank;
 
-/// Tells that ranks wait in a collective, or what they do while others wait there.
+/// Tells that ranks wait in a collective, or what they do while others wait in one that they have not called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
     /// The collective, or the first one that they have not called.
     pub(crate) sequence: u64,
     pub(crate) state: RankState,
-    /// Counts a rank's heartbeats in this collective.
+    /// Counts a rank's heartbeats in this collective; those of an absent rank, its answers in the communicator.
     pub(crate) round: u32,
-    /// After how many milliseconds these ranks send the next one, if they still wait.
+    /// After how many milliseconds the ranks that wait send the next one, if they still do.
     pub(crate) again_millis: u64,
     pub(crate) ranks: Vec<Rank>,
 }
@@ -36,20 +36,26 @@ pub(crate) enum RankState {
 }
 
 /// The oldest operation that a process has in flight, in whichever communicator.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct InFlight {
     /// The operation and its communicator; empty if there is none.
-    pub(crate) what: String,
-    /// For how long.
+    pub(crate) what: Arc<str>,
+    /// For how long, at least.
     pub(crate) millis: u64,
 }
 
 impl InFlight {
-    /// An operation of the communicator `comm` that was submitted at `since`.
-    pub(crate) fn new(comm: &str, call: Call, since: Instant) -> InFlight {
-        let what = format!("{call} of communicator `{comm}`");
-        let what = beginning(&what, IN_FLIGHT_BYTES_MAX).to_owned();
+    /// An operation, in words, of the communicator `comm` that was submitted at `since`.
+    pub(crate) fn new(comm: &str, call: impl fmt::Display, is_on_device: bool, since: Instant) -> InFlight {
+        let device = if is_on_device { " on its device" } else { "" };
+        let what = format!("{call} of communicator `{comm}`{device}");
+        let what = beginning(&what, IN_FLIGHT_BYTES_MAX).into();
         InFlight { what, millis: since.elapsed().as_millis().try_into().unwrap_or(u64::MAX) }
+    }
+
+    /// No operation is in flight.
+    pub(crate) fn nothing() -> InFlight {
+        InFlight { what: "".into(), millis: 0 }
     }
 }
 
@@ -58,14 +64,14 @@ impl fmt::Display for InFlight {
         if self.what.is_empty() {
             return f.write_str("no operation in flight");
         }
-        write!(f, "{} in flight, for {:.1?}", self.what, Duration::from_millis(self.millis))
+        write!(f, "{} in flight, for {:.1}s", self.what, Duration::from_millis(self.millis).as_secs_f64())
     }
 }
 
 /// The longest text of an operation in flight.
 pub(crate) const IN_FLIGHT_BYTES_MAX: usize = 256;
 
-/// Others wait in a collective that this rank has not called, and have not been told in this round what it does.
+/// The answer that a rank owes others, which wait in a collective that it has not called: the numbers of that heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Absence {
     pub(crate) sequence: u64,
@@ -112,7 +118,6 @@ mod tests {
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::error::Error;
-    use crate::window::WindowId;
     use crate::work::Work;
 
     /// A broadcast from the last of so many ranks, for which rank 0 waits.
@@ -179,7 +184,7 @@ mod tests {
     }
 
     fn absent(sequence: u64, ranks: impl Iterator<Item = u32>, what: &str, millis: u64) -> Heartbeat {
-        let state = RankState::Absent(InFlight { what: what.to_owned(), millis });
+        let state = RankState::Absent(InFlight { what: what.into(), millis });
         Heartbeat { sequence, state, ..heartbeat(Signature::default(), ranks) }
     }
 
@@ -198,11 +203,12 @@ mod tests {
         ] {
             harness.engine.heartbeat_arrives(&told, now);
         }
+        harness.engine.heartbeat_arrives(&absent(0, 3..4, "recv", 3_100), now + Duration::from_millis(500));
         harness.engine.heartbeat_arrives(&heartbeat(signature, 6..7), now);
         harness.engine.expire(now + Duration::from_secs(2));
         let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
-        let expected = "collective 0: rank(s) 1, 2, 3, 4, 5, 7, 8 did not call it; rank(s) 0, 6 did; rank(s) 1, 2, 3, 4 had recv in \
-                        flight, for 2.4s; rank(s) 5 had no operation in flight";
+        let expected = "collective 0: rank(s) 1, 2, 3, 4, 5, 8 did not call it; rank(s) 0, 6, 7 did; 2.0s ago rank(s) 1, 2, \
+                        3, 4 had recv in flight, for 2.4s; 2.0s ago rank(s) 5 had no operation in flight";
         assert_eq!(detail, expected);
     }
 
@@ -216,7 +222,7 @@ mod tests {
         });
         harness.engine.expire(now + Duration::from_secs(2));
         let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
-        assert_eq!((detail.contains("op 4"), detail.contains("op 5")), (true, false), "{detail}");
+        assert!(detail.contains("had op 3 in flight, for 0.0s; rank(s) 4, 5, 6, 7, 8 had others"), "{detail}");
         let mut words = Words::new(vec![0]);
         let next = harness.broadcast(Rank(8), &mut words, Duration::from_secs(1));
         assert_eq!(harness.engine.collectives.signature(), Some(signature));
@@ -226,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_tells_once_a_round_what_it_does_while_others_wait() {
+    fn a_rank_tells_what_it_does_whenever_others_say_that_they_wait_for_it() {
         let mut words = Words::new(vec![0]);
         let (mut harness, _work, signature) = waiting(3, &mut words);
         let (send, sent) = std::sync::mpsc::channel();
@@ -236,21 +242,35 @@ mod tests {
         let engine = &mut harness.engine;
         assert_eq!(engine.absence(&[others(0, 0)]), None, "this rank waits there, too");
         assert_eq!(engine.absence(&[absent(1, 1..2, "", 0)]), None, "nobody waits");
-        let absence = engine.absence(&[others(1, 0), others(3, 4), others(0, 9)]).expect("they wait for this rank");
-        assert_eq!(absence, Absence { sequence: 1, round: 4, again_millis: 500 });
-        let in_flight = InFlight { what: "recv".to_owned(), millis: 3 };
-        engine.collectives.tell_absence(Rank(0), absence, in_flight);
-        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [Heartbeat { round: 4, ..absent(1, 0..1, "recv", 3) }]);
-        assert_eq!((engine.absence(&[others(1, 4)]), engine.absence(&[others(2, 3)])), (None, None), "they know");
-        assert!(engine.absence(&[others(1, 5)]).is_some(), "the next round");
+        let absence = |sequence, round| Some(Absence { sequence, round, again_millis: 500 });
+        assert_eq!(engine.absence(&[others(1, 0), others(2, 4), others(0, 9)]), absence(1, 0));
+        let in_flight = InFlight { what: "recv".into(), millis: 3 };
+        engine.tell_absence(Absence { sequence: 1, round: 0, again_millis: 500 }, in_flight.clone());
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [absent(1, 0..1, "recv", 3)]);
+        assert_eq!(
+            (engine.absence(&[others(2, 4)]), engine.absence(&[others(1, 5)])),
+            (None, None),
+            "they have been told"
+        );
+        assert_eq!(engine.absence(&[others(2, 5)]), absence(1, 1), "the next round");
+        assert_eq!(
+            engine.absence(&[others(3, 0)]),
+            absence(1, 2),
+            "another collective, of which this one need not be a part"
+        );
+        let _next = harness.broadcast(Rank(2), &mut Words::new(vec![0]), Duration::from_secs(1));
+        harness.engine.tell_absence(Absence { sequence: 1, round: 2, again_millis: 500 }, in_flight);
+        assert_eq!(sent.try_iter().count(), 0, "it has called it in the meantime");
     }
 
     #[test]
     fn an_operation_in_flight_is_told_in_few_bytes() {
         let since = Instant::now();
-        let in_flight = InFlight::new(&"é".repeat(500), Call::Flush { to: Rank(1), window: WindowId(2) }, since);
+        let in_flight = InFlight::new(&"é".repeat(500), "all_reduce", false, since);
         assert!((IN_FLIGHT_BYTES_MAX - 1..=IN_FLIGHT_BYTES_MAX).contains(&in_flight.what.len()), "{in_flight}");
-        assert_eq!(InFlight::default().to_string(), "no operation in flight");
+        let on_device = InFlight::new("data", "all_reduce", true, since).to_string();
+        assert_eq!(on_device, "all_reduce of communicator `data` on its device in flight, for 0.0s");
+        assert_eq!(InFlight::nothing().to_string(), "no operation in flight");
     }
 
     #[test]

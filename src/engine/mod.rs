@@ -13,6 +13,7 @@
 //! | | `per_rank` | a number for each rank, of most of which none is known |
 //! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
 //! | calls | `request`, `owed` | a collective as it is called, and what has yet to be heard of one that has ended |
+//! | | `absent_ranks` | what ranks do that have not called one |
 //! | endpoints | `agenda` | which streams a turn looks at |
 //! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `copying` | by which way of two a message comes, by what was measured |
@@ -27,6 +28,7 @@
 //! | | `shutdown`, `dump` | ends that nothing can go on after, and the flight recorder as a file |
 //! | threads | `callbacks`, `driver` | which thread calls back, and which makes progress |
 
+pub(crate) mod absent_ranks;
 pub(crate) mod agenda;
 pub(crate) mod body;
 pub(crate) mod buffered_send;

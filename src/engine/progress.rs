@@ -18,7 +18,7 @@ use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
 use crate::engine::frame::{End, FrameKind, Header, MatchSpace, Reason};
-use crate::engine::heartbeat::{Absence, Heartbeat};
+use crate::engine::heartbeat::{Absence, Heartbeat, InFlight};
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
@@ -236,8 +236,15 @@ impl Engine {
     }
 
     /// Whether ranks wait for this one, and are to be told what it does.
-    pub(crate) fn absence(&self, heartbeats: &[Heartbeat]) -> Option<Absence> {
-        self.closed().is_none().then(|| self.collectives.absence(heartbeats)).flatten()
+    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat]) -> Option<Absence> {
+        if self.closed().is_some() { None } else { self.collectives.absence(heartbeats) }
+    }
+
+    /// Tells them.
+    pub(crate) fn tell_absence(&mut self, absence: Absence, in_flight: InFlight) {
+        if self.closed().is_none() {
+            self.collectives.tell_absence(self.context.me, absence, in_flight);
+        }
     }
 
     // ---- the loop ----

@@ -121,12 +121,16 @@ fn a_rank_that_does_not_call_is_named_in_the_timeout() {
     for wire in wires() {
         world_with(wire, 3, SHORT * 2, |comm| {
             if comm.rank().0 == 2 {
-                std::thread::sleep(SHORT * 4); // the rank that is late is the subject of the test
+                let mut data = [0i32];
+                let kind = OpKind::Recv { from: Source::Rank(Rank(0)), tag: Tag(3) };
+                let receive = Op { timeout: Some(SHORT * 4), ..op(kind, vec![], vec![buffer(&mut data)]) };
+                comm.submit(receive).expect("submitted").wait(None).expect_err("nobody sends");
                 return;
             }
             let text = run(comm, OpKind::Barrier, vec![], vec![]).expect_err("rank 2 is late").to_string();
             assert!(text.contains("barrier"), "{text}");
             assert_eq!(missing_and_callers(&text), ("2", "0, 1"));
+            assert!(text.contains("s ago rank(s) 2 had recv(4 bytes from rank 0, tag 3) of communicator `"), "{text}");
         });
     }
 }
@@ -145,6 +149,7 @@ fn a_rank_that_aborts_after_a_timeout_still_tells_the_cause() {
             comm.abort("a rank is late");
             assert!(text.contains("barrier"), "{text}");
             assert_eq!(missing_and_callers(&text), ("2", "0, 1"));
+            assert!(!text.contains(" had "), "whose the operations of this process are is not known: {text}");
         });
     }
 }

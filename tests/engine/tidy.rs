@@ -54,7 +54,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["request"],
             &["question"],
             // What has yet to be heard of a call.
-            &["owed"],
+            &["owed", "absent_ranks"],
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.

@@ -59,6 +59,12 @@ pub(crate) mod progress {
 
         pub(crate) fn heartbeat_arrives(&mut self, _: &Heartbeat, _: Instant) {}
 
+        pub(crate) fn absence(&mut self, _: &[Heartbeat]) -> Option<Absence> {
+            None
+        }
+
+        pub(crate) fn tell_absence(&mut self, _: Absence, _: InFlight) {}
+
         pub(crate) fn end_on_device(&mut self, _: &Work, _: Result<(), Error>) {}
 
         pub(crate) fn departed(&mut self, _: &Departed) {}
@@ -98,6 +104,10 @@ pub(crate) mod wait_policy;
 
 pub(crate) mod heartbeat {
     pub(crate) struct Heartbeat;
+
+    pub(crate) struct Absence;
+
+    pub(crate) struct InFlight;
 }
 
 pub(crate) mod failures {

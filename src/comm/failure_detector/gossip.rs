@@ -3,13 +3,17 @@
 //! When a collective keeps all ranks waiting, each of them hears of all others. If each told its neighbours at once of each
 //! one that it hears of, that would be a message for every two ranks. So a rank waits with what is new for a part of the time after which
 //! its sender speaks again: on the longest way a 32nd of that goes by.
+//!
+//! Ranks that are absent may have as many different operations in flight as there are ranks. An error names few, so a rank
+//! passes on few.
 
 use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
 use super::neighbours::{ALL_NEIGHBOURS, steps_to_all};
-use crate::engine::heartbeat::{Heartbeat, RankState};
+use crate::engine::heartbeat::{Heartbeat, InFlight, RankState};
+use crate::sync::Arc;
 use crate::types::Rank;
 
 /// The heartbeats that a rank has heard, and those that it is to pass on.
@@ -17,8 +21,12 @@ use crate::types::Rank;
 pub(super) struct Gossip {
     /// The collective and the round of each rank's last heartbeat.
     last: FxHashMap<Rank, (u64, u32)>,
-    /// The same of what ranks have told of collectives that they have not called, and of which they may wait in an earlier one.
+    /// The same of ranks that were absent, which may wait in an earlier collective.
     last_absent: FxHashMap<Rank, (u64, u32)>,
+    /// What absent ranks have in flight, as far as that is passed on.
+    operations: Vec<Arc<str>>,
+    /// Since when these are collected.
+    collected: Option<Instant>,
     held: Vec<Heartbeat>,
     /// When they are to be passed on.
     due: Option<Instant>,
@@ -26,6 +34,9 @@ pub(super) struct Gossip {
 
 /// For how long a heartbeat waits at most at each rank on its way.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+
+/// How many different operations of absent ranks a rank passes on.
+const OPERATIONS_MAX: usize = 16;
 
 /// Which part of the time until its next one a heartbeat may wait on its whole way.
 const PART: u32 = 32;
@@ -56,6 +67,9 @@ impl Gossip {
     pub(super) fn hold(&mut self, new: &[Heartbeat], size: usize, now: Instant) {
         let parts = PART * u32::try_from(steps_to_all(size)).unwrap_or(u32::MAX / PART);
         for heartbeat in new {
+            if !self.is_passed_on(heartbeat, now) {
+                continue;
+            }
             let pause = (Duration::from_millis(heartbeat.again_millis) / parts).min(LONGEST_PAUSE);
             let due = if size > ALL_NEIGHBOURS { now + pause } else { now };
             self.due = Some(self.due.map_or(due, |earlier| earlier.min(due)));
@@ -63,13 +77,29 @@ impl Gossip {
         }
     }
 
-    /// What is to be passed on now.
+    /// Whether a heartbeat is passed on: until ranks speak again, so many different operations of absent ranks.
+    fn is_passed_on(&mut self, heartbeat: &Heartbeat, now: Instant) -> bool {
+        let RankState::Absent(InFlight { what, .. }) = &heartbeat.state else { return true };
+        let until_again = Duration::from_millis(heartbeat.again_millis / 2);
+        if self.collected.is_none_or(|since| now.saturating_duration_since(since) >= until_again) {
+            self.collected = Some(now);
+            self.operations.clear();
+        }
+        if !self.operations.contains(what) && self.operations.len() < OPERATIONS_MAX {
+            self.operations.push(what.clone());
+        }
+        self.operations.contains(what)
+    }
+
+    /// What is to be passed on now, that ranks wait before what others do instead.
     pub(super) fn take_due(&mut self, now: Instant) -> Vec<Heartbeat> {
         if self.due.is_none_or(|due| now < due) {
             return Vec::new();
         }
         self.due = None;
-        std::mem::take(&mut self.held)
+        let mut held = std::mem::take(&mut self.held);
+        held.sort_by_key(|heartbeat| matches!(heartbeat.state, RankState::Absent(_)));
+        held
     }
 
     /// When there is something to pass on.
@@ -101,13 +131,17 @@ fn is_alike(one: &Heartbeat, other: &Heartbeat) -> bool {
 mod tests {
     use super::*;
     use crate::comm::failure_detector::neighbours::neighbours;
-    use crate::engine::heartbeat::InFlight;
     use crate::signature::Signature;
 
     fn heartbeat(sequence: u64, round: u32, ranks: &[u32]) -> Heartbeat {
         let ranks = ranks.iter().copied().map(Rank).collect();
         let state = RankState::Waiting(Signature::default());
         Heartbeat { sequence, state, round, again_millis: 500, ranks }
+    }
+
+    fn absent(what: &str, millis: u64, ranks: &[u32]) -> Heartbeat {
+        let what = what.into();
+        Heartbeat { state: RankState::Absent(InFlight { what, millis }), ..heartbeat(4, 0, ranks) }
     }
 
     #[test]
@@ -123,16 +157,30 @@ mod tests {
 
     #[test]
     fn ranks_that_are_absent_for_the_same_are_told_of_together_and_apart_from_those_that_wait() {
-        let absent = |what: &str, millis, ranks: &[u32]| {
-            let what = what.to_owned();
-            Heartbeat { state: RankState::Absent(InFlight { what, millis }), ..heartbeat(4, 0, ranks) }
-        };
         let mut gossip = Gossip::default();
         let told = [absent("recv", 900, &[1]), absent("send", 3, &[2]), absent("recv", 700, &[3])];
         let new = gossip.filter(told.into_iter());
         assert_eq!(new, [absent("recv", 700, &[1, 3]), absent("send", 3, &[2])]);
         assert_eq!(gossip.filter([heartbeat(4, 0, &[1])].into_iter()), [heartbeat(4, 0, &[1])], "now it has called it");
         assert_eq!(gossip.filter([absent("recv", 950, &[1])].into_iter()), []);
+    }
+
+    #[test]
+    fn of_many_different_operations_of_absent_ranks_a_few_are_passed_on_behind_those_that_wait() {
+        let mut gossip = Gossip::default();
+        let now = Instant::now();
+        for round in 0..2 {
+            let now = now + Duration::from_millis(250) * round;
+            let told: Vec<_> = (0..99).map(|rank| absent(&format!("recv {}", rank % 33), 0, &[rank])).collect();
+            gossip.hold(&told, 300, now);
+            gossip.hold(&[heartbeat(4, 0, &[99])], 300, now);
+            let due = gossip.take_due(now + LONGEST_PAUSE);
+            assert_eq!(due.len(), 1 + OPERATIONS_MAX);
+            assert_eq!(due[0], heartbeat(4, 0, &[99]));
+            assert_eq!(due[1], absent("recv 0", 0, &[0, 33, 66]));
+            gossip.hold(&[absent("recv 32", 0, &[7])], 300, now + Duration::from_millis(200));
+            assert_eq!(gossip.due(), None, "no further one in the same round");
+        }
     }
 
     /// All ranks of a large world wait, since moments that differ by up to 200 ms. Every rank hears of every other rank in time, and the

@@ -3,7 +3,7 @@
 //! Every rank speaks to a few other ranks ([`neighbours`]), and says nothing but notices ([`notice`]). Connections belong to pairs
 //! of processes: all communicators speak on the same one ([`links`]), and say of which they are ([`envelope`]). A connection that
 //! ends without a goodbye, or a process of this host that ends, is a loss in all of them. A rank that learns of a loss
-//! tells its neighbours, so that all ranks learn of it. Heartbeats of ranks that wait in a collective spread in the same
+//! tells its neighbours, so that all ranks learn of it. Heartbeats of ranks that wait in a collective, or that are waited for, spread in the same
 //! way ([`gossip`]). One thread per process serves all communicators of the process.
 
 mod envelope;

@@ -167,7 +167,7 @@ fn decode_absent(body: &[u8]) -> Option<(RankState, &[u8])> {
     let (millis, body) = body.split_first_chunk()?;
     let (len, body) = body.split_first_chunk()?;
     let (what, rest) = body.split_at_checked(usize::from(u16::from_le_bytes(*len)))?;
-    let what = String::from_utf8(what.to_vec()).ok().filter(|what| what.len() <= IN_FLIGHT_BYTES_MAX)?;
+    let what = std::str::from_utf8(what).ok().filter(|what| what.len() <= IN_FLIGHT_BYTES_MAX)?.into();
     Some((RankState::Absent(InFlight { what, millis: u64::from_le_bytes(*millis) }), rest))
 }
 
@@ -195,7 +195,7 @@ mod tests {
         ) {
             let [operation, dtype, reduction, algorithm] = kinds;
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
-            let absent = in_flight.map(|(what, millis)| RankState::Absent(InFlight { what, millis }));
+            let absent = in_flight.map(|(what, millis)| RankState::Absent(InFlight { what: what.into(), millis }));
             let state = absent.unwrap_or(RankState::Waiting(signature));
             let ranks = ranks.into_iter().map(Rank).collect();
             let notice = Notice::Heartbeat(Heartbeat { sequence, state, round, again_millis, ranks });
@@ -238,16 +238,16 @@ mod tests {
 
     #[test]
     fn operations_in_flight_are_cut_to_what_fits_and_malformed_ones_are_refused() {
-        let absent = |what: String| {
-            let state = RankState::Absent(InFlight { what, millis: 7 });
+        let absent = |what: &str| {
+            let state = RankState::Absent(InFlight { what: what.into(), millis: 7 });
             let ranks = vec![Rank(3); ranks_max(&state)];
             Notice::Heartbeat(Heartbeat { sequence: 1, state, round: 0, again_millis: 500, ranks })
         };
-        let bytes = absent("é".repeat(BODY_BYTES_MAX)).encode();
-        let whole = absent("é".repeat(IN_FLIGHT_BYTES_MAX / 2));
+        let bytes = absent(&"é".repeat(BODY_BYTES_MAX)).encode();
+        let whole = absent(&"é".repeat(IN_FLIGHT_BYTES_MAX / 2));
         assert_eq!(Notice::decode(&bytes, 9), Ok(Some((whole, bytes.len()))));
         assert!(bytes.len() <= NOTICE_BYTES_MAX);
-        let short = absent("all_reduce".to_owned()).encode();
+        let short = absent("all_reduce").encode();
         let text = HEADER_BYTES + 2 * size_of::<u64>();
         for (byte, value) in [(text, 255), (text + 1, 255), (text + 2, 0xff)] {
             let mut forged = short.clone();

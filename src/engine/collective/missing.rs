@@ -16,7 +16,7 @@ impl Collectives {
         let (came, missing): (Vec<Rank>, Vec<Rank>) =
             (0..ctx.size()).map(Rank::from).partition(|rank| *rank == ctx.me || self.called(*rank) > sequence);
         if !missing.is_empty() {
-            let instead = self.absent.describe(sequence, &missing);
+            let instead = self.absent_ranks.describe(sequence, &missing, now);
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did{instead}");
         }
