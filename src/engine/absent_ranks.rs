@@ -1,7 +1,7 @@
-//! What ranks that have not called a collective have told those that wait in it.
+//! What ranks that have not called a collective tell those that wait in it.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::engine::heartbeat::InFlight;
 use crate::error::rank_list;
@@ -15,10 +15,30 @@ pub(crate) struct AbsentRanks {
     by_rank: BTreeMap<Rank, (InFlight, Instant)>,
 }
 
+/// An answer of this rank, while it had not called collective `sequence`, and how many it had given before it there.
+#[derive(Clone, Copy)]
+pub(crate) struct Answer {
+    pub(crate) sequence: u64,
+    pub(crate) round: u32,
+    pub(crate) at: Instant,
+}
+
+impl Answer {
+    /// The one that follows `last`, unless others know that one, who wait and say so again after this time.
+    pub(crate) fn after(last: Option<Answer>, sequence: u64, again: Duration, now: Instant) -> Option<Answer> {
+        if last.is_some_and(|last| now.saturating_duration_since(last.at) < again / 2) {
+            return None;
+        }
+        let before = last.filter(|last| last.sequence == sequence);
+        let round = before.map_or(0, |last| last.round.saturating_add(1));
+        Some(Answer { sequence, round, at: now })
+    }
+}
+
 /// Ranks that had the same in flight.
 struct Alike {
     in_flight: InFlight,
-    /// When the first of them was last heard of.
+    /// When the first of them was last heard of, about when the others were.
     heard: Instant,
     ranks: Vec<Rank>,
 }
@@ -33,13 +53,15 @@ impl AbsentRanks {
         self.by_rank.extend(ranks.iter().map(|rank| (*rank, (in_flight.clone(), now))));
     }
 
-    /// What those of `missing`, in their order, had in flight instead of collective `sequence`; of many different operations, the
-    /// first few.
+    /// What those of `missing`, in their order, had in flight instead of collective `sequence`: first who had nothing; of many
+    /// different operations, a few.
     pub(crate) fn describe(&self, sequence: u64, missing: &[Rank], now: Instant) -> String {
         let (mut groups, mut others): (Vec<Alike>, Vec<Rank>) = Default::default();
         let told = self.by_rank.iter().filter(|_| self.sequence == sequence);
-        for (rank, (in_flight, heard)) in told.filter(|(rank, _)| missing.binary_search(rank).is_ok()) {
-            if let Some(group) = groups.iter_mut().find(|group| group.in_flight.what == in_flight.what) {
+        let told = told.filter(|(rank, _)| missing.binary_search(rank).is_ok());
+        let (idle, busy): (Vec<_>, Vec<_>) = told.partition(|(_, (in_flight, _))| in_flight.what.is_empty());
+        for (rank, (in_flight, heard)) in idle.into_iter().chain(busy) {
+            if let Some(group) = groups.iter_mut().find(|group| group.takes(in_flight, *heard)) {
                 group.in_flight.millis = group.in_flight.millis.min(in_flight.millis);
                 group.heard = group.heard.min(*heard);
                 group.ranks.push(*rank);
@@ -58,6 +80,12 @@ impl AbsentRanks {
 }
 
 impl Alike {
+    /// Whether a rank belongs to these: one that has fallen silent since does not.
+    fn takes(&self, in_flight: &InFlight, heard: Instant) -> bool {
+        let apart = self.heard.max(heard) - self.heard.min(heard);
+        self.in_flight.what == in_flight.what && apart < ONE_ROUND
+    }
+
     fn describe(&self, now: Instant) -> String {
         let ago = now.saturating_duration_since(self.heard).as_secs_f64();
         format!("; {ago:.1}s ago rank(s) {} had {}", rank_list(&self.ranks), self.in_flight)
@@ -65,4 +93,7 @@ impl Alike {
 }
 
 /// How many operations an error names.
-const GROUPS_MAX: usize = 3;
+const GROUPS_MAX: usize = 4;
+
+/// How far apart the answers of ranks may come that answer the same heartbeat.
+const ONE_ROUND: Duration = Duration::from_millis(400);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Scaling, ScratchLimit};
-use crate::engine::absent_ranks::AbsentRanks;
+use crate::engine::absent_ranks::{AbsentRanks, Answer};
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
@@ -95,10 +95,8 @@ pub(crate) struct Collectives {
     /// By rank.
     callers: PerRank<Caller>,
     absent_ranks: AbsentRanks,
-    /// The last heartbeat, by its collective and its round, of ranks that wait for this one.
-    asked_for: Option<(u64, u32)>,
-    /// How often this rank was absent then.
-    absences: u32,
+    /// The last one of this rank to others that waited for it.
+    answer: Option<Answer>,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -131,8 +129,7 @@ impl Collectives {
             send_heartbeat: None,
             callers: PerRank::new(size),
             absent_ranks: AbsentRanks::default(),
-            asked_for: None,
-            absences: 0,
+            answer: None,
             next: 0,
             queue: VecDeque::new(),
             active: None,

@@ -172,7 +172,7 @@ impl Driver {
             let now = Instant::now();
             heartbeats.iter().for_each(|heartbeat| engine.heartbeat_arrives(heartbeat, now));
             engine.write_due_dump();
-            (engine.take_finished(), engine.is_busy(), engine.absence(heartbeats))
+            (engine.take_finished(), engine.is_busy(), engine.absence(heartbeats, now))
         };
         // A collective that failed has to tell other ranks, which takes streams and a thread that drives them.
         let hands_over = is_busy && !finished.is_empty();

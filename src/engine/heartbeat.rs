@@ -19,7 +19,7 @@ pub(crate) struct Heartbeat {
     /// The collective, or the first one that they have not called.
     pub(crate) sequence: u64,
     pub(crate) state: RankState,
-    /// Counts a rank's heartbeats in this collective; those of an absent rank, its answers in the communicator.
+    /// Counts a rank's heartbeats in this collective, or its answers while that is the first one that it has not called.
     pub(crate) round: u32,
     /// After how many milliseconds the ranks that wait send the next one, if they still do.
     pub(crate) again_millis: u64,
@@ -71,7 +71,8 @@ impl fmt::Display for InFlight {
 /// The longest text of an operation in flight.
 pub(crate) const IN_FLIGHT_BYTES_MAX: usize = 256;
 
-/// The answer that a rank owes others, which wait in a collective that it has not called: the numbers of that heartbeat.
+/// An answer that a rank owes to others, which wait in a collective that it has not called: its heartbeat without what it has in
+/// flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Absence {
     pub(crate) sequence: u64,
@@ -203,12 +204,14 @@ mod tests {
         ] {
             harness.engine.heartbeat_arrives(&told, now);
         }
-        harness.engine.heartbeat_arrives(&absent(0, 3..4, "recv", 3_100), now + Duration::from_millis(500));
+        harness.engine.heartbeat_arrives(&absent(0, 3..4, "recv", 3_100), now + Duration::from_millis(300));
+        harness.engine.heartbeat_arrives(&absent(0, 8..9, "recv", 3_100), now + Duration::from_millis(1500));
         harness.engine.heartbeat_arrives(&heartbeat(signature, 6..7), now);
         harness.engine.expire(now + Duration::from_secs(2));
         let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
-        let expected = "collective 0: rank(s) 1, 2, 3, 4, 5, 8 did not call it; rank(s) 0, 6, 7 did; 2.0s ago rank(s) 1, 2, \
-                        3, 4 had recv in flight, for 2.4s; 2.0s ago rank(s) 5 had no operation in flight";
+        let expected = "collective 0: rank(s) 1, 2, 3, 4, 5, 8 did not call it; rank(s) 0, 6, 7 did; 2.0s ago rank(s) 5 \
+                        had no operation in flight; 2.0s ago rank(s) 1, 2, 3, 4 had recv in flight, for 2.4s; 0.5s ago rank(s) 8 \
+                        had recv in flight, for 3.1s";
         assert_eq!(detail, expected);
     }
 
@@ -222,7 +225,7 @@ mod tests {
         });
         harness.engine.expire(now + Duration::from_secs(2));
         let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{:?}", work.result()) };
-        assert!(detail.contains("had op 3 in flight, for 0.0s; rank(s) 4, 5, 6, 7, 8 had others"), "{detail}");
+        assert!(detail.contains("had op 4 in flight, for 0.0s; rank(s) 5, 6, 7, 8 had others"), "{detail}");
         let mut words = Words::new(vec![0]);
         let next = harness.broadcast(Rank(8), &mut words, Duration::from_secs(1));
         assert_eq!(harness.engine.collectives.signature(), Some(signature));
@@ -240,27 +243,24 @@ mod tests {
             Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
         let others = |sequence, round| Heartbeat { sequence, round, ..heartbeat(signature, 1..2) };
         let engine = &mut harness.engine;
-        assert_eq!(engine.absence(&[others(0, 0)]), None, "this rank waits there, too");
-        assert_eq!(engine.absence(&[absent(1, 1..2, "", 0)]), None, "nobody waits");
-        let absence = |sequence, round| Some(Absence { sequence, round, again_millis: 500 });
-        assert_eq!(engine.absence(&[others(1, 0), others(2, 4), others(0, 9)]), absence(1, 0));
+        assert_eq!(engine.absence(&[others(0, 0)], Instant::now()), None, "this rank waits there, too");
+        assert_eq!(engine.absence(&[absent(1, 1..2, "", 0)], Instant::now()), None, "nobody waits");
+        let absence = |sequence, round| Absence { sequence, round, again_millis: 500 };
         let in_flight = InFlight { what: "recv".into(), millis: 3 };
-        engine.tell_absence(Absence { sequence: 1, round: 0, again_millis: 500 }, in_flight.clone());
-        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [absent(1, 0..1, "recv", 3)]);
-        assert_eq!(
-            (engine.absence(&[others(2, 4)]), engine.absence(&[others(1, 5)])),
-            (None, None),
-            "they have been told"
-        );
-        assert_eq!(engine.absence(&[others(2, 5)]), absence(1, 1), "the next round");
-        assert_eq!(
-            engine.absence(&[others(3, 0)]),
-            absence(1, 2),
-            "another collective, of which this one need not be a part"
-        );
+        let begin = Instant::now();
+        let mut asked =
+            |heartbeats: &[Heartbeat], millis| engine.absence(heartbeats, begin + Duration::from_millis(millis));
+        assert_eq!(asked(&[others(1, 0), others(2, 4), others(0, 9)], 0), Some(absence(1, 0)));
+        assert_eq!(asked(&[others(2, 4)], 200), None, "they have just been told");
+        assert_eq!(asked(&[others(1, 0)], 250), Some(absence(1, 1)), "they ask again, or others do");
+        engine.tell_absence(absence(1, 1), in_flight.clone());
+        let told = Heartbeat { round: 1, ..absent(1, 0..1, "recv", 3) };
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [told]);
         let _next = harness.broadcast(Rank(2), &mut Words::new(vec![0]), Duration::from_secs(1));
-        harness.engine.tell_absence(Absence { sequence: 1, round: 2, again_millis: 500 }, in_flight);
+        harness.engine.tell_absence(absence(1, 2), in_flight);
         assert_eq!(sent.try_iter().count(), 0, "it has called it in the meantime");
+        let later = begin + Duration::from_secs(1);
+        assert_eq!(harness.engine.absence(&[others(2, 0)], later), Some(absence(2, 0)), "the next one");
     }
 
     #[test]

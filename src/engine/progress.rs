@@ -236,8 +236,8 @@ impl Engine {
     }
 
     /// Whether ranks wait for this one, and are to be told what it does.
-    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat]) -> Option<Absence> {
-        if self.closed().is_some() { None } else { self.collectives.absence(heartbeats) }
+    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat], now: Instant) -> Option<Absence> {
+        if self.closed().is_some() { None } else { self.collectives.absence(heartbeats, now) }
     }
 
     /// Tells them.

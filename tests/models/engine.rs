@@ -9,7 +9,7 @@ pub(crate) mod progress {
 
     use crate::engine::completion::Finished;
     use crate::engine::failures::{Departed, OnLoss};
-    use crate::engine::heartbeat::Heartbeat;
+    use crate::engine::heartbeat::{Absence, Heartbeat, InFlight};
     use crate::engine::wait_policy::Wait;
     use crate::error::Error;
     use crate::sys::poller::Poller;
@@ -59,7 +59,7 @@ pub(crate) mod progress {
 
         pub(crate) fn heartbeat_arrives(&mut self, _: &Heartbeat, _: Instant) {}
 
-        pub(crate) fn absence(&mut self, _: &[Heartbeat]) -> Option<Absence> {
+        pub(crate) fn absence(&mut self, _: &[Heartbeat], _: Instant) -> Option<Absence> {
             None
         }
 

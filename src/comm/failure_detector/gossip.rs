@@ -77,21 +77,26 @@ impl Gossip {
         }
     }
 
-    /// Whether a heartbeat is passed on: until ranks speak again, so many different operations of absent ranks.
+    /// Whether a heartbeat is passed on: until ranks speak again, few different operations of absent ranks.
     fn is_passed_on(&mut self, heartbeat: &Heartbeat, now: Instant) -> bool {
         let RankState::Absent(InFlight { what, .. }) = &heartbeat.state else { return true };
+        if what.is_empty() {
+            return true;
+        }
         let until_again = Duration::from_millis(heartbeat.again_millis / 2);
         if self.collected.is_none_or(|since| now.saturating_duration_since(since) >= until_again) {
             self.collected = Some(now);
             self.operations.clear();
         }
-        if !self.operations.contains(what) && self.operations.len() < OPERATIONS_MAX {
+        let is_new = !self.operations.contains(what);
+        let has_room = self.operations.len() < OPERATIONS_MAX;
+        if is_new && has_room {
             self.operations.push(what.clone());
         }
-        self.operations.contains(what)
+        has_room || !is_new
     }
 
-    /// What is to be passed on now, that ranks wait before what others do instead.
+    /// What is to be passed on now: who waits, and behind that what others do instead.
     pub(super) fn take_due(&mut self, now: Instant) -> Vec<Heartbeat> {
         if self.due.is_none_or(|due| now < due) {
             return Vec::new();
@@ -178,6 +183,9 @@ mod tests {
             assert_eq!(due.len(), 1 + OPERATIONS_MAX);
             assert_eq!(due[0], heartbeat(4, 0, &[99]));
             assert_eq!(due[1], absent("recv 0", 0, &[0, 33, 66]));
+            let idle = absent("", 0, &[100]);
+            gossip.hold(std::slice::from_ref(&idle), 300, now + LONGEST_PAUSE);
+            assert_eq!(gossip.take_due(now + 2 * LONGEST_PAUSE), [idle], "who has nothing in flight is always told of");
             gossip.hold(&[absent("recv 32", 0, &[7])], 300, now + Duration::from_millis(200));
             assert_eq!(gossip.due(), None, "no further one in the same round");
         }

@@ -246,7 +246,11 @@ mod tests {
         let bytes = absent(&"é".repeat(BODY_BYTES_MAX)).encode();
         let whole = absent(&"é".repeat(IN_FLIGHT_BYTES_MAX / 2));
         assert_eq!(Notice::decode(&bytes, 9), Ok(Some((whole, bytes.len()))));
-        assert!(bytes.len() <= NOTICE_BYTES_MAX);
+        let state = RankState::Waiting(Signature::default());
+        let ranks = vec![Rank(3); ranks_max(&state)];
+        let waiting = Notice::Heartbeat(Heartbeat { sequence: 1, state, round: 0, again_millis: 500, ranks });
+        assert_eq!(Notice::decode(&waiting.encode(), 9), Ok(Some((waiting.clone(), waiting.encode().len()))));
+        assert!(bytes.len() <= NOTICE_BYTES_MAX && waiting.encode().len() <= NOTICE_BYTES_MAX);
         let short = absent("all_reduce").encode();
         let text = HEADER_BYTES + 2 * size_of::<u64>();
         for (byte, value) in [(text, 255), (text + 1, 255), (text + 2, 0xff)] {

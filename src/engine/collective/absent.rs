@@ -1,8 +1,9 @@
 //! Ranks that have not called a collective in which others wait: this one, and others.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::Collectives;
+use crate::engine::absent_ranks::Answer;
 use crate::engine::heartbeat::{Absence, Heartbeat, InFlight, RankState};
 use crate::types::Rank;
 
@@ -15,20 +16,15 @@ impl Collectives {
         }
     }
 
-    /// Whether ranks wait in a collective that this one has not called, and ask anew what it does, as far as these heartbeats tell.
-    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat]) -> Option<Absence> {
+    /// The answer that this rank owes to ranks that wait in a collective that it has not called, as far as these heartbeats tell.
+    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat], now: Instant) -> Option<Absence> {
         self.send_heartbeat.as_ref()?;
         let waiting = heartbeats.iter().filter(|heartbeat| matches!(heartbeat.state, RankState::Waiting(_)));
         let ahead = waiting.filter(|heartbeat| heartbeat.sequence >= self.next);
-        let last = ahead.max_by_key(|heartbeat| (heartbeat.sequence, heartbeat.round))?;
-        let asked = Some((last.sequence, last.round));
-        if asked <= self.asked_for {
-            return None;
-        }
-        self.asked_for = asked;
-        let round = self.absences;
-        self.absences = round.saturating_add(1);
-        Some(Absence { sequence: self.next, round, again_millis: last.again_millis })
+        let again_millis = ahead.map(|heartbeat| heartbeat.again_millis).min()?;
+        let answer = Answer::after(self.answer, self.next, Duration::from_millis(again_millis), now)?;
+        self.answer = Some(answer);
+        Some(Absence { sequence: answer.sequence, round: answer.round, again_millis })
     }
 
     /// Tells all ranks what this one does, unless it has called a collective since.
