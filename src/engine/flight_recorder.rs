@@ -232,9 +232,11 @@ mod tests {
         }
         assert_eq!((numbers(&recorder), recorder.count()), (vec![waiting, 4, 5, 6, 7], 8));
         assert!(recorder.records()[0].ended.is_none());
-        assert_eq!(recorder.oldest_in_flight().map(|record| record.number), Some(waiting));
+        let younger = run(&mut recorder, COLLECTIVE);
+        assert_eq!(recorder.oldest_in_flight().map(|record| record.number), Some(waiting), "from before the ring");
+        recorder.ended(younger, Instant::now(), None, None);
         recorder.ended(waiting, Instant::now(), Some("late".to_owned()), None);
-        assert_eq!(numbers(&recorder), [4, 5, 6, 7], "the place of one that has ended was taken long ago");
+        assert_eq!(numbers(&recorder), [5, 6, 7, 8], "the place of one that has ended was taken long ago");
         assert!(recorder.kept.is_empty() && recorder.oldest_in_flight().is_none());
     }
 
