@@ -21,7 +21,7 @@ SHORT = 2.0
 
 
 def names(rank: int) -> str:
-    """A pattern for "rank 3" and for lists of ranks that contain 3, except lists of ranks without fault and the peer in a call."""
+    """A pattern for "rank 3" and lists of ranks that contain 3, except ranks without fault and the peer in a call."""
     return rf"(?s)\brank(s|\(s\))? \[?(\d+, )*{rank}\b(?!(, \d+)* did\b(?! not))(?!, (tag|window) )"
 
 
