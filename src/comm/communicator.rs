@@ -680,9 +680,9 @@ fn report_to(driver: &Arc<Driver>) -> impl Fn(&Findings) -> Option<Instant> + us
     let this = Arc::downgrade(driver);
     move |findings| {
         let driver = this.upgrade()?;
-        let heartbeats = &findings.heartbeats;
-        let absence = (!heartbeats.is_empty()).then(|| driver.heartbeats_arrive(heartbeats)).flatten();
-        if let Some(absence) = absence {
+        if !findings.heartbeats.is_empty()
+            && let Some(absence) = driver.heartbeats_arrive(&findings.heartbeats)
+        {
             let this = this.clone();
             // This thread must not wait for the locks of other communicators.
             callbacks::call_elsewhere(Box::new(move || tell_absence(&this, absence)));

@@ -95,7 +95,7 @@ pub(crate) struct Collectives {
     /// By rank.
     callers: PerRank<Caller>,
     absent_ranks: AbsentRanks,
-    /// The last one of this rank to others that waited for it.
+    /// This rank's last answer to others that waited for it.
     answer: Option<Answer>,
     next: u64,
     queue: VecDeque<(Request, Work)>,
@@ -224,7 +224,7 @@ impl Collectives {
         }
     }
 
-    /// Compares what others called with what this rank did.
+    /// Notes that others wait, and compares what they called with what this rank did.
     fn others_wait(&mut self, ctx: &mut OpContext, heartbeat: &Heartbeat, signature: Signature, now: Instant) {
         // Twice the time that it takes until the next one comes, which may be late.
         let until = now.checked_add(Duration::from_millis(heartbeat.again_millis.saturating_mul(2)));

@@ -114,6 +114,8 @@ const HEARTBEAT_AFTER: Duration = Duration::from_millis(500);
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{self, Receiver};
+
     use super::*;
     use crate::algo::select;
     use crate::engine::mock_peer::Harness;
@@ -127,6 +129,14 @@ mod tests {
         let work = harness.broadcast(Rank(size - 1), words, Duration::from_secs(1));
         let signature = harness.engine.collectives.signature().expect("it runs");
         (harness, work, signature)
+    }
+
+    /// The heartbeats that its engine sends from now on.
+    fn heard(harness: &mut Harness) -> Receiver<Heartbeat> {
+        let (send, sent) = mpsc::channel();
+        harness.engine.collectives.send_heartbeat =
+            Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        sent
     }
 
     fn heartbeat(signature: Signature, ranks: impl Iterator<Item = u32>) -> Heartbeat {
@@ -173,9 +183,7 @@ mod tests {
     fn a_waiting_rank_sends_heartbeats_and_opens_no_stream_for_them() {
         let mut words = Words::new(vec![0]);
         let (mut harness, _work, signature) = waiting(3, &mut words);
-        let (send, sent) = std::sync::mpsc::channel();
-        harness.engine.collectives.send_heartbeat =
-            Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        let sent = heard(&mut harness);
         let frames = harness.wire().from_engine.len();
         let later = Instant::now() + Duration::from_millis(300);
         harness.engine.expire(later);
@@ -238,9 +246,7 @@ mod tests {
     fn a_rank_tells_what_it_does_whenever_others_say_that_they_wait_for_it() {
         let mut words = Words::new(vec![0]);
         let (mut harness, _work, signature) = waiting(3, &mut words);
-        let (send, sent) = std::sync::mpsc::channel();
-        harness.engine.collectives.send_heartbeat =
-            Some(Box::new(move |heartbeat| send.send(heartbeat).expect("it is heard")));
+        let sent = heard(&mut harness);
         let others = |sequence, round| Heartbeat { sequence, round, ..heartbeat(signature, 1..2) };
         let engine = &mut harness.engine;
         assert_eq!(engine.absence(&[others(0, 0)], Instant::now()), None, "this rank waits there, too");

@@ -240,7 +240,7 @@ impl Engine {
         if self.closed().is_some() { None } else { self.collectives.absence(heartbeats, now) }
     }
 
-    /// Tells them.
+    /// Tells ranks that wait for this one what it does.
     pub(crate) fn tell_absence(&mut self, absence: Absence, in_flight: InFlight) {
         if self.closed().is_none() {
             self.collectives.tell_absence(self.context.me, absence, in_flight);

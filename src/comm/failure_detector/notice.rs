@@ -191,13 +191,13 @@ mod tests {
         #[test]
         fn heartbeats_survive_the_wire(
             sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 4],
-            ranks in prop::collection::vec(0u32..9, 0..180), in_flight in prop::option::of((".{0,60}", 0u64..9)),
+            ranks in prop::collection::vec(0u32..9, 0..250), in_flight in prop::option::of((".{0,60}", 0u64..9)),
         ) {
             let [operation, dtype, reduction, algorithm] = kinds;
             let signature = Signature { operation, dtype, reduction, algorithm, root, count };
             let absent = in_flight.map(|(what, millis)| RankState::Absent(InFlight { what: what.into(), millis }));
             let state = absent.unwrap_or(RankState::Waiting(signature));
-            let ranks = ranks.into_iter().map(Rank).collect();
+            let ranks = ranks.into_iter().map(Rank).take(ranks_max(&state)).collect();
             let notice = Notice::Heartbeat(Heartbeat { sequence, state, round, again_millis, ranks });
             let bytes = notice.encode();
             let len = bytes.len();
