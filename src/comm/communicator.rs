@@ -639,7 +639,7 @@ impl Communicator {
     }
 
     fn close(&self, how: &str, leaving: Leaving) {
-        self.device.leave(&self.name, how);
+        self.device.leave(&self.name, how, leaving);
         let (departed, on_loss, leaving) = self.driver.with_engine(|engine| {
             let departed = engine.departure(how);
             let leaving = if engine.loss().is_some() { Leaving::AfterFailure } else { leaving };

@@ -105,14 +105,14 @@ impl DeviceSide {
     }
 
     /// Gives up what is on the device.
-    pub(super) fn leave(&self, comm: &str, how: &str) {
+    pub(super) fn leave(&self, comm: &str, how: &str, leaving: Leaving) {
         let (operation, comm) = ("an operation in flight".to_owned(), comm.to_owned());
         let error = Error::Closed { operation, comm, how: how.to_owned() };
         if let Some(messages) = self.messages.get() {
-            messages.leave(&error);
+            messages.leave(&error, leaving);
         }
         if let Some(executor) = self.executor.get() {
-            executor.leave(error);
+            executor.leave(error, leaving);
         }
     }
 
@@ -284,7 +284,7 @@ impl DeviceSide {
                     _ = self.executor.set(executor.clone());
                     // If this rank has left meanwhile, nobody else gives up what the other ranks wait for.
                     check_open(group, operation).inspect_err(|error| {
-                        executor.leave(error.clone());
+                        executor.leave(error.clone(), Leaving::AfterFailure);
                         executor.close(Regions::default(), Leaving::AfterFailure);
                     })?;
                 }

@@ -54,19 +54,32 @@ pub(crate) enum FailureKind {
     Timeout,
     /// A rank has died.
     PeerLost,
-    /// The rank that reports it has left.
+    /// The rank that reports it has left, with nothing in flight.
     Left,
     /// A call of the driver has failed.
     Driver,
+    /// The rank that reports it has left. What it sent in earlier operations may be lost.
+    Aborted,
 }
 
 impl FailureKind {
-    const ALL: [FailureKind; 5] =
-        [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Left, FailureKind::Driver];
+    const ALL: [FailureKind; 6] = [
+        FailureKind::Mismatch,
+        FailureKind::Timeout,
+        FailureKind::PeerLost,
+        FailureKind::Left,
+        FailureKind::Driver,
+        FailureKind::Aborted,
+    ];
 
     /// The kind of this number; `Driver` for an unknown one.
     pub(crate) fn numbered(number: u32) -> FailureKind {
         FailureKind::ALL.get(number as usize).copied().unwrap_or(FailureKind::Driver)
+    }
+
+    /// Whether the rank that reports it has left.
+    pub(crate) fn is_departure(self) -> bool {
+        matches!(self, FailureKind::Left | FailureKind::Aborted)
     }
 }
 
@@ -323,9 +336,13 @@ impl Control {
     /// An operation has succeeded if it has [ended](Control::has_ended) here and there is no failure *after that*: a rank
     /// reports its failure before it [releases](Control::release) its stream, so before the stream writes anything wrong.
     pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
-        let failures = self.ranks().filter_map(|rank| Some((rank, self.failure_of(rank, lane)?)));
-        let first = failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number);
-        first.map(|(reporter, failure)| (self.name(reporter), failure))
+        let known = self.failures(lane).filter(|(_, failure)| failure.number <= number);
+        known.min_by_key(|(_, failure)| failure.number)
+    }
+
+    /// The failures that ranks, by their names, have reported on a lane, whatever the operation.
+    pub(crate) fn failures(&self, lane: usize) -> impl Iterator<Item = (Rank, Failure)> {
+        self.ranks().filter_map(move |rank| Some((self.name(rank), self.failure_of(rank, lane)?)))
     }
 
     fn text(&self, rank: Rank, lane: usize) -> impl Iterator<Item = &AtomicU64> {

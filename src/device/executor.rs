@@ -554,9 +554,9 @@ impl Executor {
     }
 
     /// Gives up operations in flight and later ones, because this rank leaves. Waits for no thread that submits.
-    pub(crate) fn leave(&self, error: Error) {
+    pub(crate) fn leave(&self, error: Error, leaving: Leaving) {
         self.windows.leave(error.clone());
-        self.in_flight.leave(error);
+        self.in_flight.leave(error, leaving);
     }
 
     /// Gives up all operations, since the last step of the setup has failed here.
@@ -570,7 +570,7 @@ impl Executor {
         self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
         // A thread that was still setting up when this rank left may have submitted operations since.
-        self.in_flight.leave(self.closed("an operation in flight".to_owned()));
+        self.in_flight.leave(self.closed("an operation in flight".to_owned()), leaving);
         let libraries = state.vendor.iter().map(|vendor| vendor.comm.clone()).collect();
         watch::reap_with(libraries, leaving, vec![self.in_flight.clone()], Box::new((state, lent)));
     }

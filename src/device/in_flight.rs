@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use crate::device::control::{Control, Failure, FailureKind};
 use crate::device::counters::Word;
 use crate::device::other_hosts::OtherHosts;
+use crate::device::vendor::ending::Leaving;
 use crate::error::Error;
 use crate::signature::Signature;
 use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, OnceLock, Ordering, lock};
@@ -171,6 +172,8 @@ struct State {
     closely: Option<u64>,
     /// Has the watch look at once.
     look_soon: Option<fn()>,
+    /// Since when a rank is known to have given up a library, or to be about to.
+    given_up: Option<Instant>,
     /// Since when failed operations are to be released.
     failing: Option<Instant>,
     /// Since when nothing holds up the stream that has been released.
@@ -323,8 +326,7 @@ impl InFlight {
         if matches!(state.halt, Some(Halt::Mismatch)) {
             state.halt = None;
             state.failed = None;
-            state.failing = None;
-            state.released = None;
+            (state.failing, state.released, state.given_up) = (None, None, None);
             state.last = 0;
             state.closely = None;
             state.before = before;
@@ -419,13 +421,13 @@ impl InFlight {
 
     /// As [`fail`](InFlight::fail), for an operation that fails with another one.
     pub(crate) fn fail_too(&self, number: u64, error: &Error) {
-        let me = self.control.name(self.control.me());
-        let (kind, culprit) = match error {
-            Error::Mismatch { .. } => (FailureKind::Mismatch, me),
-            Error::Closed { .. } => (FailureKind::Left, me),
-            other => blame(other, me),
-        };
+        let (kind, culprit) = self.kind(error);
         self.fail(number, kind, culprit, error.clone());
+    }
+
+    /// How this rank reports an error to the others, and the rank at fault.
+    fn kind(&self, error: &Error) -> (FailureKind, Rank) {
+        blame(error, self.control.name(self.control.me()))
     }
 
     /// Gives up all operations, since the last step of the setup has failed here. Other ranks may have heard what they wait for
@@ -450,8 +452,11 @@ impl InFlight {
     }
 
     /// Gives up all operations in flight and later ones, because this rank leaves.
-    pub(crate) fn leave(&self, error: Error) {
-        self.give_up_all(FailureKind::Left, self.control.name(self.control.me()), error);
+    pub(crate) fn leave(&self, error: Error, leaving: Leaving) {
+        self.look();
+        let is_harmless = leaving == Leaving::Well && self.is_idle();
+        let kind = if is_harmless { FailureKind::Left } else { FailureKind::Aborted };
+        self.give_up_all(kind, self.control.name(self.control.me()), error);
     }
 
     /// Gives up all operations in flight and later ones.
@@ -509,6 +514,9 @@ impl Watched for InFlight {
                 } else if let Some(cause) = self.runner.get().and_then(|runner| runner.failure()) {
                     let error = Error::Device { operation: call.to_string(), cause };
                     self.give_up(&mut state, from, FailureKind::Driver, self.control.name(me), error);
+                } else if let Some(error) = self.cut_off(&mut state, now) {
+                    let (kind, culprit) = self.kind(&error);
+                    self.give_up(&mut state, from, kind, culprit, error);
                 } else if let Some((from, error)) = self.late(&state, now) {
                     // Also if a later operation has failed: that does not end those before it.
                     self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
@@ -703,11 +711,13 @@ pub(crate) fn named(error: Error, call: impl Display) -> Error {
     }
 }
 
-/// How this rank reports a failure to the others, except disagreements and its own leaving; and the rank at fault.
+/// How rank `me` reports a failure to the others, and the rank at fault.
 pub(crate) fn blame(error: &Error, me: Rank) -> (FailureKind, Rank) {
     match error {
         Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
+        Error::Mismatch { .. } => (FailureKind::Mismatch, me),
         Error::Timeout { .. } => (FailureKind::Timeout, me),
+        Error::Closed { .. } => (FailureKind::Aborted, me),
         _ => (FailureKind::Driver, me),
     }
 }
@@ -721,7 +731,9 @@ pub(crate) fn reported(reporter: Rank, failure: Failure, call: &impl Display) ->
             let cause = format!("rank {reporter} reported: {}", failure.text);
             Error::PeerLost { operation, rank: failure.rank.0, cause }
         }
-        FailureKind::Left => Error::PeerLost { operation, rank: reporter.0, cause: failure.text },
+        FailureKind::Left | FailureKind::Aborted => {
+            Error::PeerLost { operation, rank: reporter.0, cause: failure.text }
+        }
         FailureKind::Timeout | FailureKind::Driver => {
             Error::Remote { operation, rank: reporter.0, cause: failure.text }
         }
@@ -750,5 +762,6 @@ pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 mod capture;
 mod elsewhere;
+mod library;
 #[cfg(test)]
 pub(crate) mod tests;

@@ -499,12 +499,12 @@ impl Messages {
     }
 
     /// Gives up what is in flight, and what would come next, because this rank leaves. It waits for no thread that submits.
-    pub(crate) fn leave(&self, error: &Error) {
+    pub(crate) fn leave(&self, error: &Error, leaving: Leaving) {
         let mut links = self.links();
         links.left.get_or_insert_with(|| error.clone());
         let all = links.all.clone();
         drop(links);
-        all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.leave(error.clone()));
+        all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.leave(error.clone(), leaving));
     }
 
     /// Has the reaper give memory back once the device no longer uses it, after [`leave`](Messages::leave).

@@ -611,7 +611,7 @@ impl Pair {
         let Failure { lane, number, kind, rank, ref text } = *failure;
         let Some(base) = self.base(lane) else { return };
         // A rank that leaves opens no streams to tell.
-        if kind != FailureKind::Left || ctx.endpoints.is_connected(peer) {
+        if !kind.is_departure() || ctx.endpoints.is_connected(peer) {
             let failed = Failed::DeviceMessage { lane, sequence: base + number, kind: kind as u32, culprit: rank };
             ctx.endpoints.send_failure(peer, failed, text);
         }

@@ -482,7 +482,7 @@ impl Relay {
         }
         let failed = Failed::Device { sequence, kind: failure.kind as u32, culprit: failure.rank };
         // A rank that leaves opens no streams to tell.
-        let tells = |peer: &Rank| failure.kind != FailureKind::Left || ctx.endpoints.is_connected(*peer);
+        let tells = |peer: &Rank| !failure.kind.is_departure() || ctx.endpoints.is_connected(*peer);
         for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
             ctx.endpoints.send_failure(peer, failed, &failure.text);
         }

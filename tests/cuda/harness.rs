@@ -133,6 +133,13 @@ pub(crate) fn watch(test: &str) {
         // Several times as long as the longest takes on a busy machine.
         std::thread::sleep(Duration::from_secs(300));
         eprintln!("{test} does not end");
+        let process = std::process::id().to_string();
+        let mut gdb = Command::new("gdb");
+        gdb.env_remove("LD_PRELOAD").args(["-batch", "-p", &process, "-ex", "thread apply all backtrace 12"]);
+        match gdb.output() {
+            Ok(output) => eprintln!("{}", String::from_utf8_lossy(&output.stdout)),
+            Err(error) => eprintln!("its stacks are not known, since gdb does not begin: {error}"),
+        }
         std::process::abort();
     });
 }

@@ -3,9 +3,10 @@
 use std::time::{Duration, Instant};
 
 use ncclx_rs::config::NcclFields;
-use ncclx_rs::sync::Arc;
-use ncclx_rs::sys::cuda::DeviceMemory;
+use ncclx_rs::sync::{Arc, Ordering};
+use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Width};
 use ncclx_rs::sys::nccl::{Nccl, NcclComm, Progress, UniqueId, Vendor};
+use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp};
 
 use crate::harness::{Software, alone, calls_of_nccl, context};
@@ -290,6 +291,7 @@ fn what_waits_for_a_rank_that_leaves_ends() {
         world_on(&[0, 1], NCCL, |rank| {
             let memory = rank.memory(&[1.0]);
             rank.sum(&memory).expect("the first is sound");
+            rank.comm.barrier().expect("it has ended on both");
             if rank.me() == 0 {
                 rank.comm.abort("it had enough");
             } else {
@@ -299,6 +301,44 @@ fn what_waits_for_a_rank_that_leaves_ends() {
                 rank.comm.shutdown().expect("an end");
             }
         });
+    });
+}
+
+#[test]
+fn what_is_lost_with_a_rank_that_leaves_fails_soon() {
+    alone("vendor::what_is_lost_with_a_rank_that_leaves_fails_soon", &[&[FOUR]], || {
+        let lose = |rank: OnDevice| {
+            let (memory, ends) = (rank.memory(&[1.0]), calls_of_nccl("ends"));
+            rank.sum(&memory).expect("the first is sound");
+            let gate = Arc::new(SharedWords::new(1).expect("a word"));
+            let registered = RegisteredWords::new(&rank.context, &gate).expect("a word");
+            if rank.me() == 1 {
+                let mut batch = Batch::new(Width::Bits64);
+                batch.wait(registered.word(0), 1);
+                rank.stream.submit(&rank.context.enter().expect("a context"), &mut batch).expect("a wait");
+            }
+            let limit = Some(Duration::from_secs(1000));
+            let broadcast = OpKind::Broadcast { root: Rank(0) };
+            let work = rank.submit_within(broadcast, &[&memory], &[&memory], limit).expect("a work");
+            if rank.me() == 0 {
+                work.wait(None).expect("the root waits for nobody");
+                rank.comm.barrier().expect("both have called it");
+                rank.comm.abort("it had enough");
+                return;
+            }
+            rank.comm.barrier().expect("both have called it");
+            while calls_of_nccl("ends") == ends {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            gate.word(0).store(1, Ordering::Release);
+            let outcome = work.wait(None);
+            let Err(Error::PeerLost { rank: 0, cause, .. }) = &outcome else { panic!("{outcome:?}") };
+            assert!(cause.contains("it had enough"), "{cause}");
+            rank.stream.synchronize().expect("a stream that runs out");
+            rank.comm.shutdown().expect("an end");
+        };
+        world_on(&[0, 1], NCCL, lose);
+        hosts_on(&[("a", 0), ("b", 1)], NCCL, lose);
     });
 }
 

@@ -3,7 +3,7 @@
 use std::fmt::Display;
 use std::time::{Duration, Instant};
 
-use super::{Flight, Halt, InFlight, NAP_MAX, State, blame, named, reported, spread};
+use super::{Flight, Halt, InFlight, NAP_MAX, State, named, reported, spread};
 use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
@@ -97,11 +97,6 @@ impl InFlight {
         let number = state.flights.front().map_or(u64::MAX, Flight::first).min(state.next());
         self.give_up(&mut state, number, kind, culprit, error);
         spread(state);
-    }
-
-    /// How this rank reports an error to the others, and the rank at fault.
-    fn kind(&self, error: &Error) -> (FailureKind, Rank) {
-        blame(error, self.control.name(self.control.me()))
     }
 }
 

@@ -11,15 +11,16 @@ use crate::types::Rank;
 /// How long this rank waits in an operation before it tells other hosts so.
 const WAIT_NOTICE: Duration = Duration::from_millis(500);
 
-/// How long after a failure the CPU engine may take to send other hosts the messages of earlier operations.
+/// How long after a failure the CPU engine may take to send other hosts the messages of earlier operations, and other ranks to end
+/// them.
 const SETTLE_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl InFlight {
     /// A failure that a rank of another host has reported, or one of the exchange, if it concerns operations up to `last`.
     pub(super) fn failed_elsewhere(&self, last: u64) -> Option<(Rank, Failure)> {
         let (reporter, mut failure) = self.hosts.as_ref()?.failure()?;
-        if failure.kind == FailureKind::Left {
-            // This rank reports it on its host, where `Left` would mean that this rank leaves.
+        if failure.kind.is_departure() {
+            // This rank reports it on its host, where that would mean that this rank leaves.
             (failure.kind, failure.rank) = (FailureKind::PeerLost, reporter);
         }
         (failure.number <= last).then_some((reporter, failure))
@@ -40,11 +41,16 @@ impl InFlight {
         }
     }
 
-    /// Whether the stream may be released: what it made ready for other hosts before the failure must be sent first.
+    /// Whether the stream may be released: what it made ready for other hosts before the failure must be sent first, and after a
+    /// disagreement a library stays until the ranks of this host have ended what came before.
     pub(super) fn is_settled(&self, state: &mut State, now: Instant) -> bool {
         let since = *state.failing.get_or_insert(now);
+        let has_time = now.saturating_duration_since(since) < SETTLE_TIMEOUT;
+        if has_time && self.is_library_needed(state) {
+            return false;
+        }
         let Some(hosts) = &self.hosts else { return true };
-        state.released.is_some() || hosts.settle(now.saturating_duration_since(since) < SETTLE_TIMEOUT)
+        state.released.is_some() || hosts.settle(has_time)
     }
 
     /// Where no words tell more of an operation: the ranks of this host whose streams have not come to it; else, those that

@@ -225,7 +225,7 @@ fn a_lost_rank_ends_what_is_in_flight() {
 fn a_rank_that_leaves_is_lost_to_the_others() {
     let [left, side] = sides();
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    left.in_flight.leave(error);
+    left.in_flight.leave(error, Leaving::Well);
     let work = side.begin(1, LONG);
     side.in_flight.tick(Instant::now());
     side.stream_ends(1);
@@ -239,7 +239,7 @@ fn a_rank_that_leaves_does_not_give_up_what_its_stream_has_finished() {
     let (ended, works) = (left.begin(1, LONG), side.begin(1, LONG));
     left.stream_ends(1);
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    left.in_flight.leave(error);
+    left.in_flight.leave(error, Leaving::Well);
     side.stream_ends(1);
     assert_eq!((ended.wait(None), works.wait(None)), (Ok(()), Ok(())));
     assert_eq!(side.control.first_failure(LANE, 2).map(|(rank, failure)| (rank, failure.number)), Some((Rank(0), 2)));
@@ -318,4 +318,79 @@ fn ranks_that_disagreed_do_not_wait_for_one_that_stays_away() {
     // On one of them an earlier operation has failed, too.
     other.break_at(1);
     assert!(matches!(side.in_flight.obstacle(call(), &BOTH), Some(Error::Remote { rank: 1, .. })));
+}
+
+/// A library that only counts how often it is given up.
+#[derive(Default)]
+struct Library(crate::sync::AtomicUsize);
+
+impl Runner for Library {
+    fn failure(&self) -> Option<String> {
+        None
+    }
+
+    fn give_up(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn what_a_library_lost_with_a_rank_that_left_fails_soon() {
+    let error = || Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
+    // How a rank leaves that has ended the operation, and whether a library runs it.
+    let cases = [(Leaving::AfterFailure, true), (Leaving::Well, true), (Leaving::AfterFailure, false)];
+    for (leaving, is_by_library) in cases {
+        let ([left, side], now) = (sides(), Instant::now());
+        if is_by_library {
+            side.in_flight.is_run_by(Arc::new(Library::default()));
+        }
+        let works = [left.begin(1, LONG), side.begin(1, LONG)];
+        left.stream_ends(1);
+        left.in_flight.leave(error(), leaving);
+        assert_eq!(works[0].result(), Some(Ok(())));
+        let later = [10, 20, 23, 26].map(|after| now + Duration::from_secs(after));
+        assert_eq!(
+            [side.in_flight.tick(now), side.in_flight.tick(later[0])],
+            [Look::Later; 2],
+            "its turn has not come"
+        );
+        side.stream_starts(1);
+        assert_eq!(side.in_flight.tick(later[1]), Look::Later, "what was sent may still come");
+        let fails = leaving == Leaving::AfterFailure && is_by_library;
+        assert_eq!(side.in_flight.tick(later[2]), if fails { Look::Soon } else { Look::Later });
+        side.stream_ends(1);
+        side.in_flight.tick(later[3]);
+        let outcome = works[1].result().expect("it has ended");
+        let is_lost = matches!(&outcome, Err(Error::PeerLost { rank: 0, cause, .. }) if cause == "it left");
+        assert_eq!(is_lost, fails, "{leaving:?}: {outcome:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_with_something_in_flight_gives_its_library_up() {
+    let [left, side] = sides();
+    let _work = left.begin(1, LONG);
+    left.in_flight
+        .leave(Error::Closed { operation: String::new(), comm: String::new(), how: "left".to_owned() }, Leaving::Well);
+    assert_eq!(side.control.failure_of(Rank(0), LANE).map(|failure| failure.kind), Some(FailureKind::Aborted));
+}
+
+#[test]
+fn after_a_disagreement_a_library_stays_until_others_have_ended_what_came_before() {
+    for others_end in [true, false] {
+        let ([side, other], now) = (sides(), Instant::now());
+        let library = Arc::new(Library::default());
+        side.in_flight.is_run_by(library.clone());
+        let give_ups = || library.0.load(Ordering::Relaxed);
+        let _works = [side.begin(1, LONG), side.begin(2, LONG)];
+        side.stream_ends(1);
+        let disagreed = Error::Mismatch { operation: String::new(), detail: "they disagree".to_owned() };
+        other.in_flight.fail(2, FailureKind::Mismatch, Rank(1), disagreed);
+        assert_eq!((side.in_flight.tick(now), give_ups()), (Look::Soon, 0), "the other one may need it");
+        if others_end {
+            other.stream_ends(1);
+        }
+        let later = now + Duration::from_millis(if others_end { 1 } else { 600 });
+        assert_eq!((side.in_flight.tick(later), give_ups()), (Look::Soon, 1), "{others_end}");
+    }
 }

@@ -9,6 +9,7 @@ use crate::device::in_flight::{self, Halt};
 use crate::device::pairs::{Asked, Channel, Pair, lane};
 use crate::device::rounds::Direction;
 use crate::device::setup::SetupFailure;
+use crate::device::vendor::ending::Leaving;
 use crate::device::watch;
 use crate::error::Error;
 use crate::sync::lock;
@@ -189,7 +190,7 @@ impl Messages {
         if let Some(pair) = &pair {
             let mut links = lock(&self.links);
             if let Some(error) = &links.left {
-                pair.link.in_flight.iter().for_each(|in_flight| in_flight.leave(error.clone()));
+                pair.link.in_flight.iter().for_each(|in_flight| in_flight.leave(error.clone(), Leaving::Well));
             }
             links.all.push(pair.link.clone());
         }
