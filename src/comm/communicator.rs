@@ -16,7 +16,7 @@ use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
-use crate::device::vendor::ending::Leaving;
+use crate::device::control::Leaving;
 use crate::engine::callbacks;
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};
@@ -680,23 +680,24 @@ fn report_to(driver: &Arc<Driver>) -> impl Fn(&Findings) -> Option<Instant> + us
     let this = Arc::downgrade(driver);
     move |findings| {
         let driver = this.upgrade()?;
-        if !findings.heartbeats.is_empty()
-            && let Some(absence) = driver.heartbeats_arrive(&findings.heartbeats)
-        {
-            let this = this.clone();
-            // This thread must not wait for the locks of other communicators.
-            callbacks::call_elsewhere(Box::new(move || tell_absence(&this, absence)));
+        if !findings.heartbeats.is_empty() {
+            let absences = driver.heartbeats_arrive(&findings.heartbeats);
+            if !absences.is_empty() {
+                let this = this.clone();
+                // This thread must not wait for the locks of other communicators.
+                callbacks::call_elsewhere(Box::new(move || tell_absences(&this, &absences)));
+            }
         }
         driver.departed(&findings.departed)
     }
 }
 
 /// Tells others, which wait for the rank of this communicator, what that does instead.
-fn tell_absence(driver: &Weak<Driver>, absence: Absence) {
+fn tell_absences(driver: &Weak<Driver>, absences: &[Absence]) {
     if let Some(driver) = driver.upgrade()
         && let Some(in_flight) = registry::oldest_in_flight(&driver)
     {
-        driver.tell_absence(absence, in_flight);
+        absences.iter().for_each(|absence| driver.tell_absence(*absence, in_flight.clone()));
     }
 }
 

@@ -12,6 +12,7 @@ use crate::comm::island::Mixed;
 use crate::comm::other_hosts::ThroughEngine;
 use crate::config::Config;
 use crate::deadline::deadline_after;
+use crate::device::control::Leaving;
 use crate::device::executor::{self, CollectiveRequest, Executor, LANE, Ranks};
 use crate::device::far_windows::FarWindows;
 use crate::device::in_flight::Ends;
@@ -22,7 +23,6 @@ use crate::device::regions::Regions;
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
-use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::part::Part;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
@@ -30,6 +30,7 @@ use crate::engine::driver::Driver;
 use crate::engine::relay::Pier;
 use crate::error::{Error, InitError, UsageError};
 use crate::op::{Op, OpKind};
+use crate::signature::Signature;
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use crate::sys::cuda::{Provider, Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
@@ -493,5 +494,13 @@ impl Ends for Reports {
 
     fn elsewhere(&self) -> Vec<Rank> {
         self.0.with_engine(|engine| engine.ahead())
+    }
+
+    fn waits(&self, sequence: u64, call: Signature, round: (u32, Duration)) {
+        self.0.with_engine(|engine| engine.waits_on_device(sequence, call, round));
+    }
+
+    fn instead(&self, since: Instant, missing: &[Rank]) -> String {
+        self.0.with_engine(|engine| engine.device_waits.describe(since, missing, Instant::now()))
     }
 }

@@ -72,6 +72,15 @@ impl OtherHosts for ThroughEngine {
     fn ended(&self, number: u64) {
         self.with_relay(|relay, _| relay.ended(number));
     }
+
+    fn give_up_library(&self) {
+        self.with_relay(|relay, ctx| relay.give_up_library(ctx));
+        self.go_on();
+    }
+
+    fn library_given_up_by(&self) -> Option<Rank> {
+        self.with_relay(|relay, _| relay.library_given_up_by())
+    }
 }
 
 impl Exchange for ThroughEngine {
@@ -191,5 +200,15 @@ impl OtherHosts for FarLane {
     /// For what a library carries: what the engine carries keeps it at work by itself.
     fn ended(&self, number: u64) {
         self.engine.with_messages(|messages, _| messages.ended(self.peer, self.lane, number));
+    }
+
+    fn give_up_library(&self) {
+        self.engine.with_messages(|messages, ctx| messages.give_up_library(ctx, self.peer, self.lane));
+        self.engine.go_on();
+    }
+
+    /// What the other rank has told is in the control segment.
+    fn library_given_up_by(&self) -> Option<Rank> {
+        None
     }
 }

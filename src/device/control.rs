@@ -54,32 +54,31 @@ pub(crate) enum FailureKind {
     Timeout,
     /// A rank has died.
     PeerLost,
-    /// The rank that reports it has left, with nothing in flight.
+    /// The rank that reports it has left.
     Left,
     /// A call of the driver has failed.
     Driver,
-    /// The rank that reports it has left. What it sent in earlier operations may be lost.
-    Aborted,
 }
 
+/// How a rank leaves what its communicator has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    /// As it should: a vendor's library sends what calls have left with it.
+    Well,
+    /// By an abort, or after the loss of a rank: the library is given up.
+    AfterFailure,
+}
+
+/// Sent in place of the number of a [`FailureKind`]: the rank has given up the library that runs operations of a lane.
+pub(crate) const LIBRARY_GIVEN_UP: u32 = u32::MAX;
+
 impl FailureKind {
-    const ALL: [FailureKind; 6] = [
-        FailureKind::Mismatch,
-        FailureKind::Timeout,
-        FailureKind::PeerLost,
-        FailureKind::Left,
-        FailureKind::Driver,
-        FailureKind::Aborted,
-    ];
+    const ALL: [FailureKind; 5] =
+        [FailureKind::Mismatch, FailureKind::Timeout, FailureKind::PeerLost, FailureKind::Left, FailureKind::Driver];
 
     /// The kind of this number; `Driver` for an unknown one.
     pub(crate) fn numbered(number: u32) -> FailureKind {
         FailureKind::ALL.get(number as usize).copied().unwrap_or(FailureKind::Driver)
-    }
-
-    /// Whether the rank that reports it has left.
-    pub(crate) fn is_departure(self) -> bool {
-        matches!(self, FailureKind::Left | FailureKind::Aborted)
     }
 }
 
@@ -336,13 +335,25 @@ impl Control {
     /// An operation has succeeded if it has [ended](Control::has_ended) here and there is no failure *after that*: a rank
     /// reports its failure before it [releases](Control::release) its stream, so before the stream writes anything wrong.
     pub(crate) fn first_failure(&self, lane: usize, number: u64) -> Option<(Rank, Failure)> {
-        let known = self.failures(lane).filter(|(_, failure)| failure.number <= number);
-        known.min_by_key(|(_, failure)| failure.number)
+        let failures = self.ranks().filter_map(|rank| Some((rank, self.failure_of(rank, lane)?)));
+        let first = failures.filter(|(_, failure)| failure.number <= number).min_by_key(|(_, failure)| failure.number);
+        first.map(|(reporter, failure)| (self.name(reporter), failure))
     }
 
-    /// The failures that ranks, by their names, have reported on a lane, whatever the operation.
-    pub(crate) fn failures(&self, lane: usize) -> impl Iterator<Item = (Rank, Failure)> {
-        self.ranks().filter_map(move |rank| Some((self.name(rank), self.failure_of(rank, lane)?)))
+    /// Notes that this rank has given up the library that runs operations of a lane. What it has sent in them may be lost.
+    pub(crate) fn give_up_library(&self, lane: usize) {
+        self.library(self.me, lane).store(self.epoch(lane), Ordering::Release);
+    }
+
+    /// Whether a rank has done so since the lane was last reset.
+    pub(crate) fn has_given_up_library(&self, rank: Rank, lane: usize) -> bool {
+        self.library(rank, lane).load(Ordering::Acquire) == self.epoch(lane)
+    }
+
+    /// Beside the failure, of which it is no part.
+    fn library(&self, rank: Rank, lane: usize) -> &AtomicU64 {
+        let [.., library] = self.words.line(self.layout.failure(rank, lane));
+        library
     }
 
     fn text(&self, rank: Rank, lane: usize) -> impl Iterator<Item = &AtomicU64> {

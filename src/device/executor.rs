@@ -8,10 +8,10 @@ use crate::buffer::Buffer;
 use crate::counts::Counts;
 use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, CallMemory, Capture as Captured, LoggedCall};
-use crate::device::control::{Control, FailureKind};
+use crate::device::control::{Control, FailureKind, Leaving};
 use crate::device::far_windows::FarWindows;
 use crate::device::graph::{CaptureSite, Graphs, Home, number_of};
-use crate::device::in_flight::{self, Ends, Halt, InFlight};
+use crate::device::in_flight::{self, By, Ends, Halt, InFlight};
 use crate::device::kernels::{MAX_BLOCKS, Module};
 use crate::device::lane::{Edges, Lane, Stretches, Submission, Tensors};
 use crate::device::launch::{self, LaunchError, Launcher, Launches, LoadError};
@@ -27,7 +27,6 @@ use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
-use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
@@ -459,7 +458,8 @@ impl Executor {
         if let (Some(window), Run::Programs(_, Some(_))) = (request.window, &run) {
             self.windows.gathers(window, number);
         }
-        if self.in_flight.begin(number, signature, work.clone(), request.timeout) {
+        let by = if matches!(run, Run::Vendor(..)) { By::Library } else { By::Programs };
+        if self.in_flight.begin(number, signature, work.clone(), request.timeout, by) {
             watch::watch(self.in_flight.clone());
         }
         if let Some(hosts) = &self.hosts {

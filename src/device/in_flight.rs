@@ -14,13 +14,13 @@ use std::collections::VecDeque;
 use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
 
-use crate::device::control::{Control, Failure, FailureKind};
+use crate::deadline::Pulse;
+use crate::device::control::{Control, Failure, FailureKind, Leaving};
 use crate::device::counters::Word;
 use crate::device::other_hosts::OtherHosts;
-use crate::device::vendor::ending::Leaving;
 use crate::error::Error;
 use crate::signature::Signature;
-use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, OnceLock, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, Mutex, MutexGuard, OnceLock, Ordering, Weak, lock};
 use crate::sys::fork::Origin;
 use crate::types::Rank;
 use crate::work::{Drive, Work};
@@ -68,6 +68,13 @@ impl fmt::Display for Called {
     }
 }
 
+/// What runs an operation on a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    Programs,
+    Library,
+}
+
 /// A library that runs operations in place of programs. Only programs wait for words that can be released.
 pub(crate) trait Runner: Send + Sync {
     /// Why its operations on streams will not end, if they will not.
@@ -75,6 +82,9 @@ pub(crate) trait Runner: Send + Sync {
 
     /// Has its operations on streams end. It waits for nothing, and may be called again.
     fn give_up(&self);
+
+    /// Stores the lane that is to be [told](InFlight::library_is_given_up) when that is done.
+    fn serves(&self, lane: Weak<InFlight>);
 }
 
 /// What a communicator does when operations on its device begin and end.
@@ -93,6 +103,13 @@ pub(crate) trait Ends: Send + Sync {
 
     /// The ranks that wait in a collective on the CPU which this rank has not called.
     fn elsewhere(&self) -> Vec<Rank>;
+
+    /// Tells all ranks that this one waits in collective `sequence` of its device: which round of that it is, and after how long the next
+    /// one follows.
+    fn waits(&self, sequence: u64, call: Signature, round: (u32, Duration));
+
+    /// What those of `missing` had in flight instead of the collective in which this rank has waited `since`, in words.
+    fn instead(&self, since: Instant, missing: &[Rank]) -> String;
 }
 
 /// An operation that has been submitted.
@@ -102,8 +119,11 @@ struct Flight {
     call: Called,
     work: Work,
     limit: Duration,
+    by: By,
     /// When the watch first saw that the stream had reached it: only from then on its time counts.
     started: Option<Instant>,
+    /// From then on, when it tells that it waits.
+    pulse: Option<Pulse>,
     /// Whether other hosts have been told that this rank waits in it.
     is_reported: bool,
 }
@@ -127,7 +147,7 @@ impl Flight {
 
     /// Notes that its stream has reached it, and tells `ends`.
     fn start(&mut self, ends: &dyn Ends, now: Instant) {
-        self.started = Some(now);
+        (self.started, self.pulse) = (Some(now), Some(Pulse::new(now, self.limit)));
         match &self.call {
             Called::Collective(_) => ends.started(std::slice::from_ref(&self.work), now),
             Called::Part(part) => part.started(ends, now),
@@ -172,7 +192,7 @@ struct State {
     closely: Option<u64>,
     /// Has the watch look at once.
     look_soon: Option<fn()>,
-    /// Since when a rank is known to have given up a library, or to be about to.
+    /// Since when another rank is known to have given up the library.
     given_up: Option<Instant>,
     /// Since when failed operations are to be released.
     failing: Option<Instant>,
@@ -236,7 +256,8 @@ impl InFlight {
     }
 
     /// Stores the library that runs operations of this lane beside programs, before there are any.
-    pub(crate) fn is_run_by(&self, runner: Arc<dyn Runner>) {
+    pub(crate) fn is_run_by(self: &Arc<Self>, runner: Arc<dyn Runner>) {
+        runner.serves(Arc::downgrade(self));
         assert!(self.runner.set(runner).is_ok(), "there is one library");
     }
 
@@ -257,14 +278,15 @@ impl InFlight {
     }
 
     /// Notes an operation that is about to be put on a stream. Returns true if the caller must have it watched.
-    pub(crate) fn begin(&self, number: u64, call: impl Into<Called>, work: Work, limit: Duration) -> bool {
+    pub(crate) fn begin(&self, number: u64, call: impl Into<Called>, work: Work, limit: Duration, by: By) -> bool {
         let mut state = lock(&self.state);
         state.last = number;
         if state.flights.is_empty() {
             // Operations released before have run out; this one has its own time to do so.
             (state.failing, state.released) = (None, None);
         }
-        state.flights.push_back(Flight { number, call: call.into(), work, limit, started: None, is_reported: false });
+        let (call, started, pulse) = (call.into(), None, None);
+        state.flights.push_back(Flight { number, call, work, limit, by, started, pulse, is_reported: false });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         let is_first = !std::mem::replace(&mut state.is_watched, true);
@@ -453,10 +475,11 @@ impl InFlight {
 
     /// Gives up all operations in flight and later ones, because this rank leaves.
     pub(crate) fn leave(&self, error: Error, leaving: Leaving) {
-        self.look();
-        let is_harmless = leaving == Leaving::Well && self.is_idle();
-        let kind = if is_harmless { FailureKind::Left } else { FailureKind::Aborted };
-        self.give_up_all(kind, self.control.name(self.control.me()), error);
+        self.give_up_all(FailureKind::Left, self.control.name(self.control.me()), error);
+        if let (Some(runner), Leaving::AfterFailure) = (self.runner.get(), leaving) {
+            // Now, since the engine that tells other hosts of it goes next.
+            runner.give_up();
+        }
     }
 
     /// Gives up all operations in flight and later ones.
@@ -717,7 +740,7 @@ pub(crate) fn blame(error: &Error, me: Rank) -> (FailureKind, Rank) {
         Error::PeerLost { rank, .. } => (FailureKind::PeerLost, Rank(*rank)),
         Error::Mismatch { .. } => (FailureKind::Mismatch, me),
         Error::Timeout { .. } => (FailureKind::Timeout, me),
-        Error::Closed { .. } => (FailureKind::Aborted, me),
+        Error::Closed { .. } => (FailureKind::Left, me),
         _ => (FailureKind::Driver, me),
     }
 }
@@ -731,9 +754,7 @@ pub(crate) fn reported(reporter: Rank, failure: Failure, call: &impl Display) ->
             let cause = format!("rank {reporter} reported: {}", failure.text);
             Error::PeerLost { operation, rank: failure.rank.0, cause }
         }
-        FailureKind::Left | FailureKind::Aborted => {
-            Error::PeerLost { operation, rank: reporter.0, cause: failure.text }
-        }
+        FailureKind::Left => Error::PeerLost { operation, rank: reporter.0, cause: failure.text },
         FailureKind::Timeout | FailureKind::Driver => {
             Error::Remote { operation, rank: reporter.0, cause: failure.text }
         }

@@ -87,5 +87,5 @@ impl Marks {
 
 /// Whether what has failed in collectives concerns accesses to windows too: what those move may have come through a window.
 pub(crate) fn concerns_all(failure: &Failure) -> bool {
-    !failure.kind.is_departure() && failure.kind != FailureKind::Mismatch
+    !matches!(failure.kind, FailureKind::Mismatch | FailureKind::Left)
 }

@@ -15,11 +15,12 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
+use crate::device::control::Leaving;
 use crate::device::far_pairs::{Carrier, FarPairs};
 use crate::device::graph::number_of;
 use crate::device::graph_rings::GraphRings;
 use crate::device::graph_waits::Numbers;
-use crate::device::in_flight::{self, Ends, Halt, InFlight, Watched};
+use crate::device::in_flight::{self, By, Ends, Halt, InFlight, Watched};
 use crate::device::message_log::{LoggedMessage, PlaceInCall, called, disagreement};
 use crate::device::pairs::{Branch, Channel, LANES, Library, Link, PairSetup, Pairs, lane};
 use crate::device::parts::{Awaits, Batch, BatchPart, PartInFlight, Several};
@@ -27,7 +28,6 @@ use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
 use crate::device::setup::Presence;
-use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::words::SLOTS;
@@ -464,7 +464,8 @@ impl Messages {
         let part = BatchPart::new(text, place.first, way, peer, batch.clone());
         let end = state.rings.memory_mut().end_mut(stretch.channel);
         end.number += stretch.messages.len() as u64;
-        if place.in_flight.begin(end.number, part, batch.work().clone(), request.timeout) {
+        let by = if place.in_flight.is_by_library() { By::Library } else { By::Programs };
+        if place.in_flight.begin(end.number, part, batch.work().clone(), request.timeout, by) {
             watch::watch(place.in_flight.clone());
         }
     }

@@ -27,6 +27,12 @@ pub(crate) trait OtherHosts: Send + Sync {
 
     /// The operations up to this number have ended here.
     fn ended(&self, number: u64);
+
+    /// Tells all other ranks that this one has given up the library that runs operations.
+    fn give_up_library(&self);
+
+    /// A rank that has told so, if one has.
+    fn library_given_up_by(&self) -> Option<Rank>;
 }
 
 /// What collectives ask of it.

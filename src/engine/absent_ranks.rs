@@ -3,29 +3,29 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::engine::heartbeat::InFlight;
+use crate::engine::heartbeat::{Absence, Heartbeat, InFlight, RankState};
 use crate::error::rank_list;
 use crate::types::Rank;
 
-/// What absent ranks had in flight, and when this rank was told.
+/// What ranks that have not called a collective tell those that wait in it: others this one, and this one others.
 #[derive(Default)]
 pub(crate) struct AbsentRanks {
-    /// The collective in which this rank waits for them.
-    sequence: u64,
+    /// What absent ranks had in flight, and when this rank was told.
     by_rank: BTreeMap<Rank, (InFlight, Instant)>,
+    last_answer: Option<Answer>,
 }
 
 /// An answer of this rank, while it had not called collective `sequence`, and how many it had given before it there.
 #[derive(Clone, Copy)]
-pub(crate) struct Answer {
-    pub(crate) sequence: u64,
-    pub(crate) round: u32,
-    pub(crate) at: Instant,
+struct Answer {
+    sequence: u64,
+    round: u32,
+    at: Instant,
 }
 
 impl Answer {
     /// The one that follows `last`, unless others know that one, who wait and say so again after this time.
-    pub(crate) fn after(last: Option<Answer>, sequence: u64, again: Duration, now: Instant) -> Option<Answer> {
+    fn after(last: Option<Answer>, sequence: u64, again: Duration, now: Instant) -> Option<Answer> {
         if last.is_some_and(|last| now.saturating_duration_since(last.at) < again / 2) {
             return None;
         }
@@ -44,20 +44,32 @@ struct Alike {
 }
 
 impl AbsentRanks {
-    /// Notes what ranks tell while this one waits in collective `sequence`.
-    pub(crate) fn note(&mut self, sequence: u64, ranks: &[Rank], in_flight: &InFlight, now: Instant) {
-        if self.sequence != sequence {
-            self.sequence = sequence;
-            self.by_rank.clear();
-        }
+    /// The answer that this rank, which has not called collective `next`, owes to ranks that wait in that or a later one, as far as these
+    /// heartbeats tell.
+    pub(crate) fn answer<'a>(
+        &mut self,
+        heartbeats: impl Iterator<Item = &'a Heartbeat>,
+        next: u64,
+        now: Instant,
+    ) -> Option<Absence> {
+        let waiting = heartbeats.filter(|heartbeat| matches!(heartbeat.state, RankState::Waiting(_)));
+        let ahead = waiting.filter(|heartbeat| heartbeat.sequence >= next);
+        let Heartbeat { on_device, again_millis, .. } = *ahead.min_by_key(|heartbeat| heartbeat.again_millis)?;
+        let answer = Answer::after(self.last_answer, next, Duration::from_millis(again_millis), now)?;
+        self.last_answer = Some(answer);
+        Some(Absence { on_device, sequence: next, round: answer.round, again_millis })
+    }
+
+    /// Notes what ranks tell while this one waits.
+    pub(crate) fn note(&mut self, ranks: &[Rank], in_flight: &InFlight, now: Instant) {
         self.by_rank.extend(ranks.iter().map(|rank| (*rank, (in_flight.clone(), now))));
     }
 
-    /// What those of `missing`, in their order, had in flight instead of collective `sequence`: first who had nothing; of many
-    /// different operations, a few.
-    pub(crate) fn describe(&self, sequence: u64, missing: &[Rank], now: Instant) -> String {
+    /// What those of `missing`, in their order, had in flight instead of a collective in which this rank has waited `since`: first who
+    /// had nothing; of many different operations, a few.
+    pub(crate) fn describe(&self, since: Instant, missing: &[Rank], now: Instant) -> String {
         let (mut groups, mut others): (Vec<Alike>, Vec<Rank>) = Default::default();
-        let told = self.by_rank.iter().filter(|_| self.sequence == sequence);
+        let told = self.by_rank.iter().filter(|(_, (_, heard))| *heard >= since);
         let told = told.filter(|(rank, _)| missing.binary_search(rank).is_ok());
         let (idle, busy): (Vec<_>, Vec<_>) = told.partition(|(_, (in_flight, _))| in_flight.what.is_empty());
         for (rank, (in_flight, heard)) in idle.into_iter().chain(busy) {

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use crate::algo::{Scaling, ScratchLimit};
-use crate::engine::absent_ranks::{AbsentRanks, Answer};
+use crate::deadline::Pulse;
+use crate::engine::absent_ranks::AbsentRanks;
 use crate::engine::body::Body;
 use crate::engine::completion::{Completion, OpId};
 use crate::engine::context::OpContext;
 use crate::engine::failures::Suspect;
 use crate::engine::frame::{Failed, FrameKind, Header, MatchSpace, Reason, RtsInfo};
-use crate::engine::heartbeat::{Heartbeat, Pulse, RankState, SendHeartbeat};
+use crate::engine::heartbeat::{Heartbeat, RankState, SendHeartbeat};
 use crate::engine::owed::Owed;
 use crate::engine::per_rank::PerRank;
 use crate::engine::plan::{Executed, Plan, PlanCache};
@@ -95,8 +96,6 @@ pub(crate) struct Collectives {
     /// By rank.
     callers: PerRank<Caller>,
     absent_ranks: AbsentRanks,
-    /// This rank's last answer to others that waited for it.
-    answer: Option<Answer>,
     next: u64,
     queue: VecDeque<(Request, Work)>,
     active: Option<Active>,
@@ -129,7 +128,6 @@ impl Collectives {
             send_heartbeat: None,
             callers: PerRank::new(size),
             absent_ranks: AbsentRanks::default(),
-            answer: None,
             next: 0,
             queue: VecDeque::new(),
             active: None,
@@ -755,7 +753,7 @@ impl Collectives {
         {
             let state = RankState::Waiting(active.request.signature);
             let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
-            send(Heartbeat { sequence, state, round, again_millis, ranks: vec![ctx.me] });
+            send(Heartbeat { on_device: false, sequence, state, round, again_millis, ranks: vec![ctx.me] });
         }
         self.resolve_suspect(ctx, now);
         let Some(active) = &self.active else { return };

@@ -252,7 +252,7 @@ impl DeviceAccesses {
         let failed = Failed::DeviceAccess { number: failure.number, kind: failure.kind as u32, culprit: failure.rank };
         for (peer, pair) in &mut self.pairs {
             // A rank that leaves opens no streams to tell.
-            if !failure.kind.is_departure() || ctx.endpoints.is_connected(*peer) {
+            if failure.kind != FailureKind::Left || ctx.endpoints.is_connected(*peer) {
                 ctx.endpoints.send_failure(*peer, failed, &failure.text);
             }
             pair.end(ctx, *peer);

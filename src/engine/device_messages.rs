@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
-use crate::device::control::{Failure, FailureKind};
+use crate::device::control::{Failure, FailureKind, LIBRARY_GIVEN_UP};
 use crate::device::counters::Word;
 use crate::device::far_pairs::FarPair;
 use crate::device::message_log::{LoggedMessage, disagreement};
@@ -350,6 +350,9 @@ impl DeviceMessages {
         let Some(pair) = self.pairs.get_mut(&from) else { return };
         let lane = header.signature.root as usize;
         let Some(number) = pair.base(lane).and_then(|base| header.key.checked_sub(base)) else { return };
+        if header.index == LIBRARY_GIVEN_UP {
+            return pair.far.other.give_up_library(lane);
+        }
         let rank = header.culprit(ctx.size()).unwrap_or(from);
         let kind = FailureKind::numbered(header.index);
         pair.far.other.fail(&Failure { lane, number, kind, rank, text });
@@ -362,6 +365,17 @@ impl DeviceMessages {
     pub(crate) fn fail(&mut self, ctx: &mut OpContext, peer: Rank, failure: &Failure) {
         if let Some(pair) = self.pairs.get_mut(&peer) {
             pair.tell_failure(ctx, peer, failure);
+        }
+    }
+
+    /// Tells the other rank that this one has given up the library that carries messages of a lane.
+    pub(crate) fn give_up_library(&mut self, ctx: &mut OpContext, peer: Rank, lane: usize) {
+        if let Some(base) = self.pairs.get(&peer).and_then(|pair| pair.base(lane))
+            && ctx.closed.is_none()
+            && ctx.endpoints.is_connected(peer)
+        {
+            let failed = Failed::DeviceMessage { lane, sequence: base, kind: LIBRARY_GIVEN_UP, culprit: ctx.me };
+            ctx.endpoints.send_failure(peer, failed, "");
         }
     }
 
@@ -611,7 +625,7 @@ impl Pair {
         let Failure { lane, number, kind, rank, ref text } = *failure;
         let Some(base) = self.base(lane) else { return };
         // A rank that leaves opens no streams to tell.
-        if !kind.is_departure() || ctx.endpoints.is_connected(peer) {
+        if kind != FailureKind::Left || ctx.endpoints.is_connected(peer) {
             let failed = Failed::DeviceMessage { lane, sequence: base + number, kind: kind as u32, culprit: rank };
             ctx.endpoints.send_failure(peer, failed, text);
         }

@@ -162,17 +162,17 @@ impl Driver {
         due
     }
 
-    /// Tells the operations of ranks that wait in a collective, and of those that do not. Whether this rank is to
+    /// Tells the operations of ranks that wait in a collective, and of those that do not. As which answers this rank is to
     /// [tell](Driver::tell_absence) others what it does meanwhile.
-    pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) -> Option<Absence> {
-        let (finished, is_busy, absence) = {
+    pub(crate) fn heartbeats_arrive(&self, heartbeats: &[Heartbeat]) -> Vec<Absence> {
+        let (finished, is_busy, absences) = {
             let mut engine = lock(&self.engine);
             // What has come before counts.
             engine.progress(true);
             let now = Instant::now();
             heartbeats.iter().for_each(|heartbeat| engine.heartbeat_arrives(heartbeat, now));
             engine.write_due_dump();
-            (engine.take_finished(), engine.is_busy(), engine.absence(heartbeats, now))
+            (engine.take_finished(), engine.is_busy(), engine.absences(heartbeats, now))
         };
         // A collective that failed has to tell other ranks, which takes streams and a thread that drives them.
         let hands_over = is_busy && !finished.is_empty();
@@ -183,7 +183,7 @@ impl Driver {
         if hands_over {
             self.want_progress_thread();
         }
-        absence
+        absences
     }
 
     /// Tells others what this rank does while they wait in a collective that it has not called.

@@ -16,6 +16,8 @@ use crate::types::Rank;
 /// Tells that ranks wait in a collective, or what they do while others wait in one that they have not called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Heartbeat {
+    /// Whether the collective is one on devices, which are counted by themselves.
+    pub(crate) on_device: bool,
     /// The collective, or the first one that they have not called.
     pub(crate) sequence: u64,
     pub(crate) state: RankState,
@@ -75,6 +77,7 @@ pub(crate) const IN_FLIGHT_BYTES_MAX: usize = 256;
 /// flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Absence {
+    pub(crate) on_device: bool,
     pub(crate) sequence: u64,
     pub(crate) round: u32,
     pub(crate) again_millis: u64,
@@ -83,41 +86,14 @@ pub(crate) struct Absence {
 /// Sends a heartbeat of this rank to the others. Called under the engine's lock: it must not block.
 pub(crate) type SendHeartbeat = Box<dyn Fn(Heartbeat) + Send>;
 
-/// When a collective's next heartbeat is due.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Pulse {
-    /// None if it is beyond the clock's range.
-    pub(crate) due: Option<Instant>,
-    interval: Duration,
-    round: u32,
-}
-
-impl Pulse {
-    /// Of a collective that starts now and may take `timeout`.
-    pub(crate) fn new(now: Instant, timeout: Duration) -> Pulse {
-        let due = now.checked_add(HEARTBEAT_AFTER.min(timeout / 4));
-        Pulse { due, interval: HEARTBEAT_AFTER.max(timeout / 8), round: 0 }
-    }
-
-    /// Takes the heartbeat that is due at `now`, if one is: its round, and after how long the next one follows.
-    pub(crate) fn beat(&mut self, now: Instant) -> Option<(u32, Duration)> {
-        self.due.filter(|due| *due <= now)?;
-        let round = self.round;
-        self.round = round.saturating_add(1);
-        self.due = now.checked_add(self.interval);
-        Some((round, self.interval))
-    }
-}
-
-/// How long a collective waits before its first heartbeat, and at least before each further one.
-const HEARTBEAT_AFTER: Duration = Duration::from_millis(500);
-
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::{self, Receiver};
 
     use super::*;
     use crate::algo::select;
+    use crate::engine::call::Call;
+    use crate::engine::flight_recorder::Bytes;
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
     use crate::error::Error;
@@ -141,7 +117,14 @@ mod tests {
 
     fn heartbeat(signature: Signature, ranks: impl Iterator<Item = u32>) -> Heartbeat {
         let state = RankState::Waiting(signature);
-        Heartbeat { sequence: 0, state, round: 0, again_millis: 500, ranks: ranks.map(Rank).collect() }
+        Heartbeat {
+            on_device: false,
+            sequence: 0,
+            state,
+            round: 0,
+            again_millis: 500,
+            ranks: ranks.map(Rank).collect(),
+        }
     }
 
     #[test]
@@ -249,16 +232,16 @@ mod tests {
         let sent = heard(&mut harness);
         let others = |sequence, round| Heartbeat { sequence, round, ..heartbeat(signature, 1..2) };
         let engine = &mut harness.engine;
-        assert_eq!(engine.absence(&[others(0, 0)], Instant::now()), None, "this rank waits there, too");
-        assert_eq!(engine.absence(&[absent(1, 1..2, "", 0)], Instant::now()), None, "nobody waits");
-        let absence = |sequence, round| Absence { sequence, round, again_millis: 500 };
+        assert_eq!(engine.absences(&[others(0, 0)], Instant::now()), [], "this rank waits there, too");
+        assert_eq!(engine.absences(&[absent(1, 1..2, "", 0)], Instant::now()), [], "nobody waits");
+        let absence = |sequence, round| Absence { on_device: false, sequence, round, again_millis: 500 };
         let in_flight = InFlight { what: "recv".into(), millis: 3 };
         let begin = Instant::now();
         let mut asked =
-            |heartbeats: &[Heartbeat], millis| engine.absence(heartbeats, begin + Duration::from_millis(millis));
-        assert_eq!(asked(&[others(1, 0), others(2, 4), others(0, 9)], 0), Some(absence(1, 0)));
-        assert_eq!(asked(&[others(2, 4)], 200), None, "they have just been told");
-        assert_eq!(asked(&[others(1, 0)], 250), Some(absence(1, 1)), "they ask again, or others do");
+            |heartbeats: &[Heartbeat], millis| engine.absences(heartbeats, begin + Duration::from_millis(millis));
+        assert_eq!(asked(&[others(1, 0), others(2, 4), others(0, 9)], 0), [absence(1, 0)]);
+        assert_eq!(asked(&[others(2, 4)], 200), [], "they have just been told");
+        assert_eq!(asked(&[others(1, 0)], 250), [absence(1, 1)], "they ask again, or others do");
         engine.tell_absence(absence(1, 1), in_flight.clone());
         let told = Heartbeat { round: 1, ..absent(1, 0..1, "recv", 3) };
         assert_eq!(sent.try_iter().collect::<Vec<_>>(), [told]);
@@ -266,7 +249,35 @@ mod tests {
         harness.engine.tell_absence(absence(1, 2), in_flight);
         assert_eq!(sent.try_iter().count(), 0, "it has called it in the meantime");
         let later = begin + Duration::from_secs(1);
-        assert_eq!(harness.engine.absence(&[others(2, 0)], later), Some(absence(2, 0)), "the next one");
+        assert_eq!(harness.engine.absences(&[others(2, 0)], later), [absence(2, 0)], "the next one");
+    }
+
+    #[test]
+    fn collectives_on_devices_are_waited_for_by_themselves() {
+        let mut harness = Harness::of(3);
+        let sent = heard(&mut harness);
+        let call = Signature { count: 5, ..Signature::default() };
+        let begin = Instant::now();
+        let later = |millis| begin + Duration::from_millis(millis);
+        let on_device = |sequence, heartbeat| Heartbeat { on_device: true, sequence, ..heartbeat };
+        let waiting = || on_device(1, heartbeat(call, 1..2));
+        let absence = |round| Absence { on_device: true, sequence: 1, round, again_millis: 500 };
+        let engine = &mut harness.engine;
+        engine.waits_on_device(1, call, (0, Duration::from_millis(500)));
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [on_device(1, heartbeat(call, 0..1))]);
+        assert_eq!(engine.absences(&[waiting()], begin), [absence(0)]);
+        engine.tell_absence(absence(0), InFlight::nothing());
+        assert_eq!(sent.try_iter().collect::<Vec<_>>(), [on_device(1, absent(1, 0..1, "", 0))]);
+        let on_the_cpu = Absence { on_device: false, sequence: 0, ..absence(0) };
+        assert_eq!(engine.absences(&[heartbeat(call, 1..2), waiting()], later(300)), [on_the_cpu, absence(1)]);
+        engine.begin_on_device(Call::Collective(call), 1, Bytes::default());
+        assert_eq!(engine.absences(&[waiting()], later(900)), [], "this rank waits there, too");
+        engine.tell_absence(absence(2), InFlight::nothing());
+        assert_eq!(sent.try_iter().count(), 0, "it has called it in the meantime");
+        engine.heartbeat_arrives(&on_device(2, absent(2, 1..2, "recv", 100)), later(500));
+        engine.heartbeat_arrives(&on_device(1, absent(1, 2..3, "recv", 100)), later(500));
+        let instead = engine.device_waits.describe(begin, &[Rank(1), Rank(2)], later(1000));
+        assert_eq!(instead, "; 0.5s ago rank(s) 2 had recv in flight, for 0.1s", "nobody waits for rank 1");
     }
 
     #[test]
@@ -277,20 +288,5 @@ mod tests {
         let on_device = InFlight::new("data", "all_reduce", true, since).to_string();
         assert_eq!(on_device, "all_reduce of communicator `data` on its device in flight, for 0.0s");
         assert_eq!(InFlight::nothing().to_string(), "no operation in flight");
-    }
-
-    #[test]
-    fn heartbeats_come_early_in_short_time_limits_and_seldom_in_long_ones() {
-        let now = Instant::now();
-        let second = Duration::from_secs(1);
-        let mut short = Pulse::new(now, second);
-        assert_eq!(short.due, Some(now + second / 4));
-        assert_eq!(short.beat(now), None, "it is not due yet");
-        assert_eq!(short.beat(now + second / 4), Some((0, HEARTBEAT_AFTER)));
-        assert_eq!(short.beat(now + second), Some((1, HEARTBEAT_AFTER)));
-        let mut long = Pulse::new(now, second * 800);
-        assert_eq!(long.due, Some(now + HEARTBEAT_AFTER));
-        assert_eq!(long.beat(now + second), Some((0, second * 100)));
-        assert_eq!(long.due, Some(now + second * 101));
     }
 }

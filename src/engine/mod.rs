@@ -14,6 +14,7 @@
 //! | queues | `recv_buffer`, `inbox`, `outbox` | bytes into frames, and frames into bytes |
 //! | calls | `request`, `owed` | a collective as it is called, and what has yet to be heard of one that has ended |
 //! | | `absent_ranks` | what ranks do that have not called one |
+//! | | `device_waits` | who waits in one on devices |
 //! | endpoints | `agenda` | which streams a turn looks at |
 //! | | `connector`, `peers`, `endpoint` | the streams to other ranks, and what their ends mean |
 //! | rendezvous | `copying` | by which way of two a message comes, by what was measured |
@@ -41,6 +42,7 @@ pub(crate) mod context;
 mod copying;
 pub(crate) mod device_accesses;
 pub(crate) mod device_messages;
+pub(crate) mod device_waits;
 pub(crate) mod driver;
 pub(crate) mod dump;
 pub(crate) mod endpoint;

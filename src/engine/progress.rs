@@ -14,11 +14,12 @@ use crate::engine::connector::FindRoutes;
 use crate::engine::context::OpContext;
 use crate::engine::device_accesses::DeviceAccesses;
 use crate::engine::device_messages::DeviceMessages;
+use crate::engine::device_waits::DeviceWaits;
 use crate::engine::endpoint::Endpoints;
 use crate::engine::failures::Failures;
 use crate::engine::flight_recorder::{Bytes, Recorder};
 use crate::engine::frame::{End, FrameKind, Header, MatchSpace, Reason};
-use crate::engine::heartbeat::{Absence, Heartbeat, InFlight};
+use crate::engine::heartbeat::{Absence, Heartbeat, InFlight, RankState};
 use crate::engine::message::{MessageRequest, Messages};
 use crate::engine::plan::Executed;
 use crate::engine::recv_buffer::Sink;
@@ -28,6 +29,7 @@ use crate::engine::rndv::Rendezvous;
 use crate::engine::wait_policy::{Cpu, Wait};
 use crate::engine::window::{RmaRequest, Windows};
 use crate::error::{Error, LinkDown};
+use crate::signature::Signature;
 use crate::sys::numa::Home;
 use crate::topo::Topology;
 use crate::transport::{Transport, Watcher};
@@ -44,6 +46,7 @@ pub(crate) struct Engine {
     pub(crate) messages: Messages,
     pub(crate) windows: Windows,
     pub(crate) relay: Relay,
+    pub(crate) device_waits: DeviceWaits,
     pub(crate) device_messages: DeviceMessages,
     pub(crate) device_accesses: DeviceAccesses,
     pub(crate) buffered_sends: BufferedSends,
@@ -89,6 +92,7 @@ impl Engine {
             messages: Messages::new(size),
             windows: Windows::default(),
             relay: Relay::new(size),
+            device_waits: DeviceWaits::default(),
             device_messages: DeviceMessages::default(),
             device_accesses: DeviceAccesses::default(),
             buffered_sends: BufferedSends::default(),
@@ -158,6 +162,9 @@ impl Engine {
 
     /// Notes an operation on a device, which counts its operations itself. It starts once its stream reaches it.
     pub(crate) fn begin_on_device(&mut self, call: Call, sequence: u64, bytes: Bytes) -> Entry {
+        if let Call::Collective(_) = call {
+            self.device_waits.calls(sequence);
+        }
         let began = Instant::now();
         let number = self.context.recorder.submitted(call, sequence, bytes, began, false);
         self.context.recorder.is_on_device(number);
@@ -229,21 +236,48 @@ impl Engine {
 
     /// Notes that ranks wait in a collective, or what they do instead.
     pub(crate) fn heartbeat_arrives(&mut self, heartbeat: &Heartbeat, now: Instant) {
-        if self.closed().is_none() {
+        if self.closed().is_some() {
+            return;
+        }
+        if heartbeat.on_device {
+            self.device_waits.heartbeat_arrives(heartbeat, now);
+        } else {
             self.collectives.heartbeat_arrives(&mut self.context, heartbeat, now);
             self.handle_losses();
         }
     }
 
-    /// Whether ranks wait for this one, and are to be told what it does.
-    pub(crate) fn absence(&mut self, heartbeats: &[Heartbeat], now: Instant) -> Option<Absence> {
-        if self.closed().is_some() { None } else { self.collectives.absence(heartbeats, now) }
+    /// The answers that this rank owes to ranks that wait for it.
+    pub(crate) fn absences(&mut self, heartbeats: &[Heartbeat], now: Instant) -> Vec<Absence> {
+        if self.closed().is_some() || self.collectives.send_heartbeat.is_none() {
+            return Vec::new();
+        }
+        let answers = [self.collectives.absence(heartbeats, now), self.device_waits.absence(heartbeats, now)];
+        answers.into_iter().flatten().collect()
     }
 
-    /// Tells ranks that wait for this one what it does.
+    /// Tells all ranks what this one does, unless it has called a collective since.
     pub(crate) fn tell_absence(&mut self, absence: Absence, in_flight: InFlight) {
-        if self.closed().is_none() {
-            self.collectives.tell_absence(self.context.me, absence, in_flight);
+        let Absence { on_device, sequence, round, again_millis } = absence;
+        let next = if on_device { self.device_waits.next() } else { self.collectives.next_sequence() };
+        if sequence == next {
+            let (state, ranks) = (RankState::Absent(in_flight), vec![self.context.me]);
+            self.send_heartbeat(Heartbeat { on_device, sequence, state, round, again_millis, ranks });
+        }
+    }
+
+    /// Tells all ranks that this one waits in a collective on its device, for the `round`-th time, and will again after a while.
+    pub(crate) fn waits_on_device(&mut self, sequence: u64, call: Signature, (round, again): (u32, Duration)) {
+        let again_millis = again.as_millis().try_into().unwrap_or(u64::MAX);
+        let (state, ranks) = (RankState::Waiting(call), vec![self.context.me]);
+        self.send_heartbeat(Heartbeat { on_device: true, sequence, state, round, again_millis, ranks });
+    }
+
+    fn send_heartbeat(&self, heartbeat: Heartbeat) {
+        if self.closed().is_none()
+            && let Some(send) = &self.collectives.send_heartbeat
+        {
+            send(heartbeat);
         }
     }
 

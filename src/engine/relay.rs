@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
-use crate::device::control::{Control, Failure, FailureKind};
+use crate::device::control::{Control, Failure, FailureKind, LIBRARY_GIVEN_UP};
 use crate::device::network::{Ledger, NetworkMemory, Parcel, Traffic};
 use crate::device::other_hosts::Missing;
 use crate::engine::body::Body;
@@ -139,6 +139,7 @@ pub(crate) struct Relay {
     listening: u64,
     over: u64,
     failure: Option<Reported>,
+    library_given_up_by: Option<Rank>,
     /// A rank that cannot be reached, why, and since when that is known.
     suspect: Option<Suspect>,
     /// When something moved last.
@@ -160,6 +161,7 @@ impl Relay {
             listening: 0,
             over: 0,
             failure: None,
+            library_given_up_by: None,
             suspect: None,
             moved: Instant::now(),
         }
@@ -431,10 +433,36 @@ impl Relay {
     /// Another rank has given up an operation and all later ones.
     pub(crate) fn failed_elsewhere(&mut self, ctx: &mut OpContext, from: Rank, header: Header, text: String) {
         let Some(number) = header.key.checked_sub(self.base) else { return };
+        if header.index == LIBRARY_GIVEN_UP {
+            self.library_given_up_by.get_or_insert(from);
+            return;
+        }
         let rank = header.culprit(ctx.size()).unwrap_or(from);
         let kind = FailureKind::numbered(header.index);
         let lane = self.pier.as_ref().map_or(0, |pier| pier.lane);
         self.fail_from(ctx, (from, Failure { lane, number, kind, rank, text }));
+    }
+
+    /// Tells all other ranks that this one has given up the library that runs operations.
+    pub(crate) fn give_up_library(&mut self, ctx: &mut OpContext) {
+        let failed = Failed::Device { sequence: self.base, kind: LIBRARY_GIVEN_UP, culprit: ctx.me };
+        self.tell(ctx, failed, "", true);
+    }
+
+    /// A rank that has told so, if one has.
+    pub(crate) fn library_given_up_by(&self) -> Option<Rank> {
+        self.library_given_up_by
+    }
+
+    /// Tells all other ranks of a failure. One that leaves opens no streams for it.
+    fn tell(&self, ctx: &mut OpContext, failed: Failed, text: &str, leaves: bool) {
+        if ctx.closed.is_some() {
+            return;
+        }
+        let tells = |peer: &Rank| !leaves || ctx.endpoints.is_connected(*peer);
+        for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
+            ctx.endpoints.send_failure(peer, failed, text);
+        }
     }
 
     // ---- ends ----
@@ -481,11 +509,7 @@ impl Relay {
             return;
         }
         let failed = Failed::Device { sequence, kind: failure.kind as u32, culprit: failure.rank };
-        // A rank that leaves opens no streams to tell.
-        let tells = |peer: &Rank| !failure.kind.is_departure() || ctx.endpoints.is_connected(*peer);
-        for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
-            ctx.endpoints.send_failure(peer, failed, &failure.text);
-        }
+        self.tell(ctx, failed, &failure.text, failure.kind == FailureKind::Left);
         self.fail_from(ctx, (ctx.me, failure));
     }
 

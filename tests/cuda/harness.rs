@@ -136,9 +136,9 @@ pub(crate) fn watch(test: &str) {
         let process = std::process::id().to_string();
         let mut gdb = Command::new("gdb");
         gdb.env_remove("LD_PRELOAD").args(["-batch", "-p", &process, "-ex", "thread apply all backtrace 12"]);
-        match gdb.output() {
-            Ok(output) => eprintln!("{}", String::from_utf8_lossy(&output.stdout)),
-            Err(error) => eprintln!("its stacks are not known, since gdb does not begin: {error}"),
+        // This process stands still meanwhile: it could not read what gdb writes.
+        if let Err(error) = gdb.stdout(std::io::stderr()).status() {
+            eprintln!("its stacks are not known, since gdb does not begin: {error}");
         }
         std::process::abort();
     });

@@ -338,6 +338,9 @@ fn what_is_lost_with_a_rank_that_leaves_fails_soon() {
             rank.comm.shutdown().expect("an end");
         };
         world_on(&[0, 1], NCCL, lose);
+        while calls_of_nccl("ends") < 2 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         hosts_on(&[("a", 0), ("b", 1)], NCCL, lose);
     });
 }

@@ -205,6 +205,7 @@ fn the_ranks_that_are_left_begin_by_themselves() {
     alone("vendor_splits::the_ranks_that_are_left_begin_by_themselves", &[&[FOUR]], || {
         world_on(&[0, 1, 2], NCCL, |rank| {
             count(&rank).expect("the parent has begun");
+            meet(&rank);
             if rank.me() == 1 {
                 return rank.comm.abort("it had enough");
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 
@@ -48,7 +49,8 @@ def a_rank_that_does_not_come(rank: int, size: int) -> None:
         if rank != last:
             begin = time.monotonic()
             work = dist.all_reduce(torch.ones(10, device="cuda"), async_op=True)
-            with pytest.raises(RuntimeError, match=rf"rank\(s\) {last} did not call it"):
+            absent = rf"rank\(s\) {last} did not call it; .* did; \d\.\ds ago rank\(s\) {last} had no operation in flight"
+            with pytest.raises(RuntimeError, match=absent):
                 work.wait(timedelta(seconds=60))
             torch.cuda.synchronize()
             assert time.monotonic() - begin < 30, "the stream was not released"
@@ -61,6 +63,29 @@ def a_rank_that_does_not_come(rank: int, size: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named_and_the_stream_is_released(cuda_world: World) -> None:
     cuda_world.run(a_rank_that_does_not_come, join=False)
+
+
+def orders_differ(rank: int, size: int) -> None:
+    store = fresh_store()
+    with joined(timeout=2):
+        # Its ranks are still there when rank 0 gives up.
+        others = dist.new_group(timeout=timedelta(seconds=4))
+        warm()
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=others)
+        torch.cuda.synchronize()
+        work = dist.all_reduce(torch.ones(10, device="cuda"), group=others if rank else None, async_op=True)
+        with pytest.raises(RuntimeError, match="did not call it") as raised:
+            work.wait(timedelta(seconds=60))
+        if rank == 0:
+            ranks = ", ".join(str(other) for other in range(1, size))
+            elsewhere = rf"rank\(s\) {ranks} had all_reduce\(SUM, 10 × float32\) of communicator `\S+` on its device in flight"
+            assert re.search(elsewhere, str(raised.value)), raised.value
+        store.set(f"failed{rank}", "yes")
+        store.wait([f"failed{other}" for other in range(size)])
+
+
+def test_a_timeout_says_which_operation_keeps_the_other_ranks(cuda_world: World) -> None:
+    cuda_world.run(orders_differ, join=False)
 
 
 def a_rank_that_aborts(rank: int, size: int) -> None:

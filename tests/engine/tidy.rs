@@ -55,6 +55,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["question"],
             // What has yet to be heard of a call.
             &["owed", "absent_ranks"],
+            &["device_waits"],
             // Endpoints.
             &["agenda", "connector", "peers", "endpoint"],
             // The rendezvous of long messages.

@@ -59,8 +59,8 @@ pub(crate) mod progress {
 
         pub(crate) fn heartbeat_arrives(&mut self, _: &Heartbeat, _: Instant) {}
 
-        pub(crate) fn absence(&mut self, _: &[Heartbeat], _: Instant) -> Option<Absence> {
-            None
+        pub(crate) fn absences(&mut self, _: &[Heartbeat], _: Instant) -> Vec<Absence> {
+            Vec::new()
         }
 
         pub(crate) fn tell_absence(&mut self, _: Absence, _: InFlight) {}

@@ -19,10 +19,8 @@ use crate::types::Rank;
 /// The heartbeats that a rank has heard, and those that it is to pass on.
 #[derive(Default)]
 pub(super) struct Gossip {
-    /// The collective and the round of each rank's last heartbeat.
-    last: FxHashMap<Rank, (u64, u32)>,
-    /// The same of ranks that were absent, which may wait in an earlier collective.
-    last_absent: FxHashMap<Rank, (u64, u32)>,
+    /// The collective and the round of each rank's last heartbeat of a kind.
+    last: FxHashMap<(Rank, Kind), (u64, u32)>,
     /// What absent ranks have in flight, as far as that is passed on.
     operations: Vec<Arc<str>>,
     /// Since when these are collected.
@@ -30,6 +28,14 @@ pub(super) struct Gossip {
     held: Vec<Heartbeat>,
     /// When they are to be passed on.
     due: Option<Instant>,
+}
+
+/// Heartbeats that a rank numbers by themselves: of collectives on devices or on the CPU, and of a rank that waits or is absent, which may
+/// wait in an earlier collective.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Kind {
+    on_device: bool,
+    is_absent: bool,
 }
 
 /// For how long a heartbeat waits at most at each rank on its way.
@@ -47,13 +53,11 @@ impl Gossip {
         let mut new: Vec<Heartbeat> = Vec::new();
         for mut heartbeat in heartbeats {
             let moment = Some((heartbeat.sequence, heartbeat.round));
-            let last = match heartbeat.state {
-                RankState::Waiting(_) => &mut self.last,
-                RankState::Absent(_) => &mut self.last_absent,
-            };
+            let is_absent = matches!(heartbeat.state, RankState::Absent(_));
+            let kind = Kind { on_device: heartbeat.on_device, is_absent };
             heartbeat.ranks.retain(|rank| {
-                let is_new = last.get(rank).copied() < moment;
-                last.extend(moment.filter(|_| is_new).map(|moment| (*rank, moment)));
+                let is_new = self.last.get(&(*rank, kind)).copied() < moment;
+                self.last.extend(moment.filter(|_| is_new).map(|moment| ((*rank, kind), moment)));
                 is_new
             });
             if !heartbeat.ranks.is_empty() {
@@ -129,7 +133,9 @@ fn is_alike(one: &Heartbeat, other: &Heartbeat) -> bool {
         (RankState::Absent(one), RankState::Absent(other)) => one.what == other.what,
         (one, other) => one == other,
     };
-    is_same_state && (one.sequence, one.round, one.again_millis) == (other.sequence, other.round, other.again_millis)
+    let moment =
+        |heartbeat: &Heartbeat| (heartbeat.on_device, heartbeat.sequence, heartbeat.round, heartbeat.again_millis);
+    is_same_state && moment(one) == moment(other)
 }
 
 #[cfg(test)]
@@ -141,7 +147,7 @@ mod tests {
     fn heartbeat(sequence: u64, round: u32, ranks: &[u32]) -> Heartbeat {
         let ranks = ranks.iter().copied().map(Rank).collect();
         let state = RankState::Waiting(Signature::default());
-        Heartbeat { sequence, state, round, again_millis: 500, ranks }
+        Heartbeat { on_device: false, sequence, state, round, again_millis: 500, ranks }
     }
 
     fn absent(what: &str, millis: u64, ranks: &[u32]) -> Heartbeat {
@@ -158,6 +164,10 @@ mod tests {
         assert_eq!(filter(&[heartbeat(4, 0, &[1]), heartbeat(3, 9, &[2])]), []);
         let next = [heartbeat(4, 1, &[1]), heartbeat(5, 0, &[2]), heartbeat(4, 1, &[3])];
         assert_eq!(filter(&next), [heartbeat(4, 1, &[1, 3]), heartbeat(5, 0, &[2])]);
+        let on_device = Heartbeat { on_device: true, ..heartbeat(4, 1, &[1]) };
+        let both = [heartbeat(4, 2, &[1]), on_device.clone()];
+        assert_eq!(filter(&both), both, "collectives on devices are counted by themselves");
+        assert_eq!(filter(&[on_device]), []);
     }
 
     #[test]

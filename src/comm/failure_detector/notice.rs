@@ -22,6 +22,9 @@ const LOST: u8 = 2;
 const LEFT: u8 = 3;
 const WAITING: u8 = 4;
 const ABSENT: u8 = 5;
+/// Of a collective on devices.
+const WAITING_ON_DEVICE: u8 = 6;
+const ABSENT_ON_DEVICE: u8 = 7;
 
 /// Kind; a rank, or a heartbeat's round; a collective's number, or a number of collectives; the length of the body. All
 /// numbers are little endian.
@@ -58,9 +61,11 @@ impl Notice {
                 (LEFT, rank.0, *called, text(cause))
             }
             Notice::Heartbeat(heartbeat) => {
-                let kind = match heartbeat.state {
-                    RankState::Waiting(_) => WAITING,
-                    RankState::Absent(_) => ABSENT,
+                let kind = match (&heartbeat.state, heartbeat.on_device) {
+                    (RankState::Waiting(_), false) => WAITING,
+                    (RankState::Absent(_), false) => ABSENT,
+                    (RankState::Waiting(_), true) => WAITING_ON_DEVICE,
+                    (RankState::Absent(_), true) => ABSENT_ON_DEVICE,
                 };
                 (kind, heartbeat.round, heartbeat.sequence, encode_body(heartbeat))
             }
@@ -80,7 +85,7 @@ impl Notice {
         let number = u32::from_le_bytes(std::array::from_fn(|i| header[1 + i]));
         let count = u64::from_le_bytes(std::array::from_fn(|i| header[5 + i]));
         let len = usize::from(u16::from_le_bytes([header[13], header[14]]));
-        if !(GOODBYE..=ABSENT).contains(&kind) {
+        if !(GOODBYE..=ABSENT_ON_DEVICE).contains(&kind) {
             return Err(LinkDown::new(format!("it sent news of unknown kind {kind}")));
         }
         let names_a_rank = kind < WAITING;
@@ -108,7 +113,7 @@ impl Notice {
 
 /// Whether bytes are those of a heartbeat, if they are a notice.
 pub(super) fn is_heartbeat(bytes: &[u8]) -> bool {
-    matches!(bytes.first(), Some(&(WAITING | ABSENT)))
+    matches!(bytes.first(), Some(WAITING..=ABSENT_ON_DEVICE))
 }
 
 /// A heartbeat's interval, the state of its ranks, and these.
@@ -135,9 +140,13 @@ fn encode_body(heartbeat: &Heartbeat) -> Vec<u8> {
 /// The heartbeat with this body; nothing if it is malformed.
 fn decode_body(kind: u8, body: &[u8], round: u32, sequence: u64) -> Option<Heartbeat> {
     let (again, body) = body.split_first_chunk()?;
-    let (state, ranks) = if kind == WAITING { decode_waiting(body) } else { decode_absent(body) }?;
+    let (state, ranks) = match kind {
+        WAITING | WAITING_ON_DEVICE => decode_waiting(body)?,
+        _ => decode_absent(body)?,
+    };
     let (ranks, rest) = ranks.as_chunks();
     rest.is_empty().then(|| Heartbeat {
+        on_device: kind >= WAITING_ON_DEVICE,
         sequence,
         state,
         round,
@@ -190,7 +199,7 @@ mod tests {
 
         #[test]
         fn heartbeats_survive_the_wire(
-            sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 4],
+            on_device: bool, sequence: u64, round: u32, again_millis: u64, count: u64, root: u32, kinds: [u8; 4],
             ranks in prop::collection::vec(0u32..9, 0..250), in_flight in prop::option::of((".{0,60}", 0u64..9)),
         ) {
             let [operation, dtype, reduction, algorithm] = kinds;
@@ -198,7 +207,7 @@ mod tests {
             let absent = in_flight.map(|(what, millis)| RankState::Absent(InFlight { what: what.into(), millis }));
             let state = absent.unwrap_or(RankState::Waiting(signature));
             let ranks = ranks.into_iter().map(Rank).take(ranks_max(&state)).collect();
-            let notice = Notice::Heartbeat(Heartbeat { sequence, state, round, again_millis, ranks });
+            let notice = Notice::Heartbeat(Heartbeat { on_device, sequence, state, round, again_millis, ranks });
             let bytes = notice.encode();
             let len = bytes.len();
             prop_assert_eq!(Notice::decode(&bytes, 9), Ok(Some((notice, len))));
@@ -227,7 +236,8 @@ mod tests {
         let heartbeat = |ranks: &[u32]| {
             let ranks = ranks.iter().copied().map(Rank).collect();
             let state = RankState::Waiting(Signature::default());
-            Notice::Heartbeat(Heartbeat { sequence: 1, state, round: 0, again_millis: 500, ranks }).encode()
+            Notice::Heartbeat(Heartbeat { on_device: false, sequence: 1, state, round: 0, again_millis: 500, ranks })
+                .encode()
         };
         assert!(Notice::decode(&heartbeat(&[8]), 9).is_ok());
         assert!(Notice::decode(&heartbeat(&[9]), 9).is_err(), "there is no rank 9");
@@ -241,14 +251,15 @@ mod tests {
         let absent = |what: &str| {
             let state = RankState::Absent(InFlight { what: what.into(), millis: 7 });
             let ranks = vec![Rank(3); ranks_max(&state)];
-            Notice::Heartbeat(Heartbeat { sequence: 1, state, round: 0, again_millis: 500, ranks })
+            Notice::Heartbeat(Heartbeat { on_device: false, sequence: 1, state, round: 0, again_millis: 500, ranks })
         };
         let bytes = absent(&"é".repeat(BODY_BYTES_MAX)).encode();
         let whole = absent(&"é".repeat(IN_FLIGHT_BYTES_MAX / 2));
         assert_eq!(Notice::decode(&bytes, 9), Ok(Some((whole, bytes.len()))));
         let state = RankState::Waiting(Signature::default());
         let ranks = vec![Rank(3); ranks_max(&state)];
-        let waiting = Notice::Heartbeat(Heartbeat { sequence: 1, state, round: 0, again_millis: 500, ranks });
+        let waiting =
+            Notice::Heartbeat(Heartbeat { on_device: false, sequence: 1, state, round: 0, again_millis: 500, ranks });
         assert_eq!(Notice::decode(&waiting.encode(), 9), Ok(Some((waiting.clone(), waiting.encode().len()))));
         assert!(bytes.len() <= NOTICE_BYTES_MAX && waiting.encode().len() <= NOTICE_BYTES_MAX);
         let short = absent("all_reduce").encode();

@@ -114,7 +114,7 @@ impl Process {
     fn send_heartbeat(&mut self, member: Member, round: u32) {
         let ranks = vec![Rank(self.number)];
         let state = RankState::Waiting(Signature::default());
-        let heartbeat = Heartbeat { sequence: 1, state, round, again_millis: 500, ranks };
+        let heartbeat = Heartbeat { on_device: false, sequence: 1, state, round, again_millis: 500, ranks };
         lock(&self.watch.registration(member).expect("it is there").own_heartbeats).push(heartbeat);
     }
 }
@@ -497,7 +497,7 @@ fn one_that_leaves_hears_who_has_not_spoken_yet() {
 #[test]
 fn of_what_comes_early_heartbeats_are_the_first_to_be_dropped() {
     let state = RankState::Waiting(Signature::default());
-    let heartbeat = Heartbeat { sequence: 1, state, round: 1, again_millis: 9, ranks: vec![] };
+    let heartbeat = Heartbeat { on_device: false, sequence: 1, state, round: 1, again_millis: 9, ranks: vec![] };
     let heartbeat = Content::Notice(Notice::Heartbeat(heartbeat).encode());
     let mut messages = vec![(3, joins(1, 8))];
     messages.extend((0..100).map(|_| (3, heartbeat.clone())));

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use super::{Flight, Halt, InFlight, NAP_MAX, State, named, reported, spread};
+use crate::deadline::Pulse;
 use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::error::{Error, rank_list};
@@ -24,7 +25,12 @@ impl InFlight {
         limit: Duration,
     ) -> Result<(), Error> {
         let (begin, signature) = (Instant::now(), call.signature());
-        lock(&self.state).last = number;
+        let mut pulse = Pulse::new(begin, limit);
+        let sequence = {
+            let mut state = lock(&self.state);
+            state.last = number;
+            state.before + number
+        };
         loop {
             let is_missing = |rank: &Rank| self.control.call_of(*rank, self.lane, number).is_none();
             let missing: Vec<Rank> = self.control.ranks().filter(is_missing).collect();
@@ -38,14 +44,19 @@ impl InFlight {
             if missing.is_empty() {
                 return Ok(());
             }
-            let waited = begin.elapsed();
+            let (now, waited) = (Instant::now(), begin.elapsed());
+            if let Some(round) = pulse.beat(now) {
+                self.ends.waits(sequence, signature, round);
+            }
             let late = || {
+                let instead = self.ends.instead(begin, &missing);
                 let detail = format!(
-                    "device collective {number}, in the capture of a graph: rank(s) {} did not call it",
+                    "device collective {number}, in the capture of a graph: rank(s) {} did not call it{instead}",
                     rank_list(&missing)
                 );
-                (waited >= limit).then(|| Error::Timeout { operation: signature.to_string(), waited, detail })
+                Error::Timeout { operation: signature.to_string(), waited, detail }
             };
+            let late = || (waited >= limit).then(late);
             if let Some(error) = self.obstacle(signature, &missing).or_else(late) {
                 let (kind, culprit) = self.kind(&error);
                 self.fail(number, kind, culprit, error.clone());

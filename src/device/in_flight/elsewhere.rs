@@ -19,21 +19,28 @@ impl InFlight {
     /// A failure that a rank of another host has reported, or one of the exchange, if it concerns operations up to `last`.
     pub(super) fn failed_elsewhere(&self, last: u64) -> Option<(Rank, Failure)> {
         let (reporter, mut failure) = self.hosts.as_ref()?.failure()?;
-        if failure.kind.is_departure() {
-            // This rank reports it on its host, where that would mean that this rank leaves.
+        if failure.kind == FailureKind::Left {
+            // This rank reports it on its host, where `Left` would mean that this rank leaves.
             (failure.kind, failure.rank) = (FailureKind::PeerLost, reporter);
         }
         (failure.number <= last).then_some((reporter, failure))
     }
 
-    /// Tells other hosts of the first operation in flight if it takes long, so that they learn what this rank has called.
+    /// Tells other ranks of the first operation in flight if it takes long: all of a collective, so that absent ones tell what they do, and
+    /// once those of other hosts, so that they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
-        let Some(hosts) = &self.hosts else { return };
-        let Some(first) = state.flights.front_mut().filter(|first| !first.is_reported) else { return };
+        let before = state.before;
+        let Some(first) = state.flights.front_mut() else { return };
         let call = match &first.call {
             Called::Collective(call) => Some(*call),
             Called::Part(_) => None,
         };
+        if let Some(call) = call
+            && let Some(round) = first.pulse.as_mut().and_then(|pulse| pulse.beat(now))
+        {
+            self.ends.waits(before + first.number, call, round);
+        }
+        let Some(hosts) = self.hosts.as_ref().filter(|_| !first.is_reported) else { return };
         let notice = WAIT_NOTICE.min(first.limit / 4);
         if first.started.is_some_and(|started| now.saturating_duration_since(started) >= notice) {
             first.is_reported = true;
@@ -42,7 +49,7 @@ impl InFlight {
     }
 
     /// Whether the stream may be released: what it made ready for other hosts before the failure must be sent first, and after a
-    /// disagreement a library stays until the ranks of this host have ended what came before.
+    /// disagreement a library stays until other ranks have ended what came before.
     pub(super) fn is_settled(&self, state: &mut State, now: Instant) -> bool {
         let since = *state.failing.get_or_insert(now);
         let has_time = now.saturating_duration_since(since) < SETTLE_TIMEOUT;
@@ -93,8 +100,11 @@ impl InFlight {
                 [] => String::new(),
                 ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
             };
+            let instead = late.started.map(|since| self.ends.instead(since, &missing)).unwrap_or_default();
             let (missing, came) = (rank_list(&missing), rank_list(&came));
-            format!("device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}")
+            format!(
+                "device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}{instead}"
+            )
         };
         timed_out(late, now, detail)
     }

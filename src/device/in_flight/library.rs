@@ -1,39 +1,61 @@
-//! Operations in flight and ranks that give up the library that runs them. What such a rank has sent in an operation that it has ended
-//! may be lost, so that the operation never ends on others.
+//! Operations in flight and ranks that give up the library that runs them. What such a rank has sent in an operation, which it may have ended,
+//! may be lost, and then the operation never ends on others.
 
 use std::time::{Duration, Instant};
 
-use super::{Flight, InFlight, State, named, reported};
-use crate::device::control::FailureKind;
+use super::{By, Called, Flight, InFlight, State, named, reported};
 use crate::error::Error;
+use crate::types::Rank;
 
-/// How long a stream may stay in an operation once a later one has failed.
+/// How long a stream may stay in an operation once another rank has given up its library.
 const CUT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl InFlight {
-    /// Why the first operation in flight will not end, although only later ones have failed: ranks that have ended it give up the library
-    /// for those, or because they leave.
-    pub(super) fn cut_off(&self, state: &mut State, now: Instant) -> Option<Error> {
-        self.runner.get()?;
-        let Flight { call, started, .. } = state.flights.front()?;
-        let error = match &state.failed {
-            Some((_, error)) => named(error.clone(), call),
-            None => {
-                let elsewhere = self.hosts.as_ref().and_then(|hosts| hosts.failure());
-                let mut failures = self.control.failures(self.lane).chain(elsewhere);
-                let (reporter, failure) = failures.find(|(_, failure)| failure.kind != FailureKind::Left)?;
-                reported(reporter, failure, call)
-            }
-        };
-        let started = *started;
-        let since = *state.given_up.get_or_insert(now);
-        (now.saturating_duration_since(since.max(started?)) >= CUT_TIMEOUT).then_some(error)
+    /// Tells other ranks that this one has given up the library. Takes no lock of this lane.
+    pub(crate) fn library_is_given_up(&self) {
+        self.control.give_up_library(self.lane);
+        if let Some(hosts) = &self.hosts {
+            hosts.give_up_library();
+        }
     }
 
-    /// Whether ranks of this host may still need the library for what came before a disagreement, after which all go on.
+    /// Why the first operation in flight, before any that has failed, is given up: another rank has given up its library, and the
+    /// stream is still in the operation a while later.
+    pub(super) fn cut_off(&self, state: &mut State, now: Instant) -> Option<Error> {
+        let Flight { call, started: Some(started), by: By::Library, .. } = state.flights.front()? else { return None };
+        let culprit = self.library_given_up_by()?;
+        let since = *state.given_up.get_or_insert(now);
+        if now.saturating_duration_since(since.max(*started)) < CUT_TIMEOUT {
+            return None;
+        }
+        if let Some((_, error)) = &state.failed {
+            return Some(named(error.clone(), call));
+        }
+        let here = self.control.first_failure(self.lane, u64::MAX);
+        let known = here.or_else(|| self.hosts.as_ref()?.failure());
+        Some(match known {
+            Some((reporter, failure)) => reported(reporter, failure, call),
+            None => {
+                let cause = "it has given up the vendor's library".to_owned();
+                Error::Remote { operation: call.to_string(), rank: culprit.0, cause }
+            }
+        })
+    }
+
+    /// Another rank that has given up its library, if one has.
+    fn library_given_up_by(&self) -> Option<Rank> {
+        let has_given_up = |rank: &Rank| self.control.has_given_up_library(*rank, self.lane);
+        let here = self.control.ranks().filter(|rank| *rank != self.control.me()).find(has_given_up);
+        here.map(|rank| self.control.name(rank)).or_else(|| self.hosts.as_ref()?.library_given_up_by())
+    }
+
+    /// Whether other ranks may still need the library for what came before a disagreement, after which all go on. Whether those of another
+    /// host do is not known.
     pub(super) fn is_library_needed(&self, state: &State) -> bool {
         let Some((number, Error::Mismatch { .. })) = &state.failed else { return false };
-        let has_ended = |rank| self.control.has_ended(rank, self.lane, number - 1);
-        self.runner.get().is_some() && !self.control.ranks().all(has_ended)
+        let is_far =
+            self.hosts.is_some() && matches!(state.flights.front(), Some(Flight { call: Called::Part(_), .. }));
+        let has_ended = |rank| self.control.has_ended(rank, self.lane, number.saturating_sub(1));
+        self.runner.get().is_some() && !is_far && !self.control.ranks().all(has_ended)
     }
 }

@@ -13,6 +13,8 @@ pub(crate) struct Completes {
     /// By number in the flight recorder, the operations that streams were seen to have reached, and when.
     started: Mutex<Vec<(u64, Instant)>>,
     lost: Mutex<Option<Error>>,
+    /// What was told of waits: the collective, and which round.
+    waits: Mutex<Vec<(u64, u32)>>,
 }
 
 impl Ends for Completes {
@@ -32,6 +34,14 @@ impl Ends for Completes {
 
     fn elsewhere(&self) -> Vec<Rank> {
         Vec::new()
+    }
+
+    fn waits(&self, sequence: u64, _: Signature, (round, _): (u32, Duration)) {
+        lock(&self.waits).push((sequence, round));
+    }
+
+    fn instead(&self, _: Instant, missing: &[Rank]) -> String {
+        missing.iter().map(|rank| format!("; rank {rank} slept")).collect()
     }
 }
 
@@ -67,9 +77,13 @@ fn call() -> Signature {
 
 impl Side {
     fn begin(&self, number: u64, limit: Duration) -> Work {
+        self.begin_by(By::Programs, number, limit)
+    }
+
+    fn begin_by(&self, by: By, number: u64, limit: Duration) -> Work {
         let entry = Entry { operation: "all_reduce", sequence: number, number, began: Instant::now() };
         let work = Work::new(self.in_flight.clone(), entry);
-        self.in_flight.begin(number, call(), work.clone(), limit);
+        self.in_flight.begin(number, call(), work.clone(), limit, by);
         work
     }
 
@@ -320,9 +334,27 @@ fn ranks_that_disagreed_do_not_wait_for_one_that_stays_away() {
     assert!(matches!(side.in_flight.obstacle(call(), &BOTH), Some(Error::Remote { rank: 1, .. })));
 }
 
-/// A library that only counts how often it is given up.
+/// A library that counts how often it is given up.
 #[derive(Default)]
-struct Library(crate::sync::AtomicUsize);
+struct Library {
+    times: crate::sync::AtomicUsize,
+    lane: OnceLock<Weak<InFlight>>,
+}
+
+impl Library {
+    /// One for each rank of both sides.
+    fn for_both(sides: &[Side; 2]) -> [Arc<Library>; 2] {
+        sides.each_ref().map(|side| {
+            let library = Arc::new(Library::default());
+            side.in_flight.is_run_by(library.clone());
+            library
+        })
+    }
+
+    fn times(&self) -> usize {
+        self.times.load(Ordering::Relaxed)
+    }
+}
 
 impl Runner for Library {
     fn failure(&self) -> Option<String> {
@@ -330,36 +362,41 @@ impl Runner for Library {
     }
 
     fn give_up(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        if self.times.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.lane.get().and_then(Weak::upgrade).expect("its lane").library_is_given_up();
+        }
+    }
+
+    fn serves(&self, lane: Weak<InFlight>) {
+        self.lane.set(lane).expect("one lane");
     }
 }
 
+fn left() -> Error {
+    Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() }
+}
+
 #[test]
-fn what_a_library_lost_with_a_rank_that_left_fails_soon() {
-    let error = || Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    // How a rank leaves that has ended the operation, and whether a library runs it.
-    let cases = [(Leaving::AfterFailure, true), (Leaving::Well, true), (Leaving::AfterFailure, false)];
-    for (leaving, is_by_library) in cases {
-        let ([left, side], now) = (sides(), Instant::now());
-        if is_by_library {
-            side.in_flight.is_run_by(Arc::new(Library::default()));
-        }
-        let works = [left.begin(1, LONG), side.begin(1, LONG)];
-        left.stream_ends(1);
-        left.in_flight.leave(error(), leaving);
-        assert_eq!(works[0].result(), Some(Ok(())));
-        let later = [10, 20, 23, 26].map(|after| now + Duration::from_secs(after));
-        assert_eq!(
-            [side.in_flight.tick(now), side.in_flight.tick(later[0])],
-            [Look::Later; 2],
-            "its turn has not come"
-        );
+fn what_a_library_may_have_lost_with_another_rank_fails_soon() {
+    // How a rank leaves that has ended the operation, and what runs that.
+    let cases =
+        [(Leaving::AfterFailure, By::Library), (Leaving::Well, By::Library), (Leaving::AfterFailure, By::Programs)];
+    for (leaving, by) in cases {
+        let (both, now) = (sides(), Instant::now());
+        let _libraries = Library::for_both(&both);
+        let [other, side] = &both;
+        let works = [other.begin_by(by, 1, LONG), side.begin_by(by, 1, LONG)];
+        other.stream_ends(1);
         side.stream_starts(1);
-        assert_eq!(side.in_flight.tick(later[1]), Look::Later, "what was sent may still come");
-        let fails = leaving == Leaving::AfterFailure && is_by_library;
-        assert_eq!(side.in_flight.tick(later[2]), if fails { Look::Soon } else { Look::Later });
+        let look = |seconds| side.in_flight.tick(now + Duration::from_secs(seconds));
+        assert_eq!(look(50), Look::Later);
+        other.in_flight.leave(left(), leaving);
+        assert_eq!(works[0].result(), Some(Ok(())));
+        assert_eq!((look(100), look(101)), (Look::Later, Look::Later), "what was sent may still come");
+        let fails = leaving == Leaving::AfterFailure && by == By::Library;
+        assert_eq!(look(103), if fails { Look::Soon } else { Look::Later }, "{leaving:?}, {by:?}");
         side.stream_ends(1);
-        side.in_flight.tick(later[3]);
+        look(104);
         let outcome = works[1].result().expect("it has ended");
         let is_lost = matches!(&outcome, Err(Error::PeerLost { rank: 0, cause, .. }) if cause == "it left");
         assert_eq!(is_lost, fails, "{leaving:?}: {outcome:?}");
@@ -367,30 +404,72 @@ fn what_a_library_lost_with_a_rank_that_left_fails_soon() {
 }
 
 #[test]
-fn a_rank_that_leaves_with_something_in_flight_gives_its_library_up() {
-    let [left, side] = sides();
-    let _work = left.begin(1, LONG);
-    left.in_flight
-        .leave(Error::Closed { operation: String::new(), comm: String::new(), how: "left".to_owned() }, Leaving::Well);
-    assert_eq!(side.control.failure_of(Rank(0), LANE).map(|failure| failure.kind), Some(FailureKind::Aborted));
+fn time_to_lose_something_counts_from_where_the_stream_begins_an_operation() {
+    let (both, now) = (sides(), Instant::now());
+    let [library, _] = Library::for_both(&both);
+    let [other, side] = &both;
+    let _works = [1, 2].map(|number| side.begin_by(By::Library, number, LONG));
+    let look = |seconds| side.in_flight.tick(now + Duration::from_secs(seconds));
+    library.give_up();
+    assert_eq!((look(0), look(100)), (Look::Later, Look::Later), "its turn has not come");
+    side.stream_starts(1);
+    assert_eq!((look(200), look(201)), (Look::Later, Look::Later));
+    side.stream_ends(1);
+    side.stream_starts(2);
+    assert_eq!((look(300), look(301), look(303)), (Look::Later, Look::Later, Look::Soon));
+    let told = other.control.failure_of(Rank(1), LANE).expect("it is told");
+    assert_eq!((told.number, told.kind), (2, FailureKind::Driver));
+    assert!(told.text.contains("it has given up the vendor's library"), "{}", told.text);
+}
+
+#[test]
+fn what_fails_later_ends_nothing_while_all_have_their_libraries() {
+    let (both, now) = (sides(), Instant::now());
+    let libraries = Library::for_both(&both);
+    let works = both.each_ref().map(|side| [1, 2].map(|number| side.begin_by(By::Library, number, LONG)));
+    both.iter().for_each(|side| side.stream_starts(1));
+    both[0].break_at(2);
+    for seconds in [0, 3, 6] {
+        let look = |side: &Side| side.in_flight.tick(now + Duration::from_secs(seconds));
+        assert_eq!([look(&both[0]), look(&both[1])], [Look::Later; 2]);
+    }
+    assert_eq!([libraries[0].times(), libraries[1].times()], [0, 0]);
+    both.iter().for_each(|side| side.stream_ends(1));
+    assert!(works.iter().all(|works| works[0].wait(None) == Ok(())), "{works:?}");
 }
 
 #[test]
 fn after_a_disagreement_a_library_stays_until_others_have_ended_what_came_before() {
     for others_end in [true, false] {
-        let ([side, other], now) = (sides(), Instant::now());
-        let library = Arc::new(Library::default());
-        side.in_flight.is_run_by(library.clone());
-        let give_ups = || library.0.load(Ordering::Relaxed);
-        let _works = [side.begin(1, LONG), side.begin(2, LONG)];
+        let (both, now) = (sides(), Instant::now());
+        let [_, library] = Library::for_both(&both);
+        let [other, side] = &both;
+        let _works = [side.begin_by(By::Library, 1, LONG), side.begin_by(By::Library, 2, LONG)];
         side.stream_ends(1);
         let disagreed = Error::Mismatch { operation: String::new(), detail: "they disagree".to_owned() };
         other.in_flight.fail(2, FailureKind::Mismatch, Rank(1), disagreed);
-        assert_eq!((side.in_flight.tick(now), give_ups()), (Look::Soon, 0), "the other one may need it");
+        assert_eq!((side.in_flight.tick(now), library.times()), (Look::Soon, 0), "the other one may need it");
         if others_end {
             other.stream_ends(1);
         }
         let later = now + Duration::from_millis(if others_end { 1 } else { 600 });
-        assert_eq!((side.in_flight.tick(later), give_ups()), (Look::Soon, 1), "{others_end}");
+        assert_eq!((side.in_flight.tick(later), library.times()), (Look::Soon, 1), "{others_end}");
     }
+}
+
+#[test]
+fn a_wait_in_a_collective_is_told_to_all_again_and_again() {
+    let [side, _] = sides();
+    let (_work, now) = (side.begin(1, Duration::from_secs(8)), Instant::now());
+    let told_after = |millis| {
+        side.in_flight.tick(now + Duration::from_millis(millis));
+        std::mem::take(&mut *lock(&side.ends.waits))
+    };
+    assert_eq!(told_after(10_000), [], "its turn has not come");
+    side.stream_starts(1);
+    assert_eq!(told_after(20_000), []);
+    assert_eq!([told_after(20_500), told_after(20_700), told_after(21_500)], [vec![(1, 0)], vec![], vec![(1, 1)]]);
+    side.in_flight.tick(now + Duration::from_secs(28));
+    let error = side.in_flight.halt().map(|halt| format!("{halt:?}")).expect("its time is over");
+    assert!(error.contains("did; rank 0 slept; rank 1 slept"), "{error}");
 }

@@ -4,12 +4,12 @@
 use std::time::{Duration, Instant};
 
 use super::{BatchRequest, Message, Messages, Peers, State, Stretch};
+use crate::device::control::Leaving;
 use crate::device::graph_rings::GraphRings;
 use crate::device::in_flight::{self, Halt};
 use crate::device::pairs::{Asked, Channel, Pair, lane};
 use crate::device::rounds::Direction;
 use crate::device::setup::SetupFailure;
-use crate::device::vendor::ending::Leaving;
 use crate::device::watch;
 use crate::error::Error;
 use crate::sync::lock;

@@ -3,7 +3,7 @@ use std::time::Duration;
 use super::*;
 use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::tests::Completes;
-use crate::device::in_flight::{Halt, Look, Watched};
+use crate::device::in_flight::{By, Halt, Look, Watched};
 use crate::device::words::ControlLayout;
 use crate::sync::Ordering;
 use crate::sys::cuda::Width;
@@ -53,7 +53,7 @@ impl Side {
         for (lane, in_flight) in self.lanes.iter().enumerate() {
             let way = [(Rank(3), Rank(5)), (Rank(5), Rank(3))][lane];
             let part = BatchPart::new(format!("lane {lane}"), number, way, peer, batch.clone());
-            in_flight.begin(number, part, work.clone(), limit);
+            in_flight.begin(number, part, work.clone(), limit, By::Programs);
         }
         work
     }

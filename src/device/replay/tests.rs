@@ -1,7 +1,6 @@
 use super::*;
-use crate::device::control::{Control, FailureKind};
+use crate::device::control::{Control, FailureKind, Leaving};
 use crate::device::in_flight::{Ends, Halt};
-use crate::device::vendor::ending::Leaving;
 use crate::device::words::ControlLayout;
 use crate::sync::Arc;
 use crate::work::Work;
@@ -25,6 +24,12 @@ impl Ends for Nobody {
 
     fn elsewhere(&self) -> Vec<Rank> {
         Vec::new()
+    }
+
+    fn waits(&self, _: u64, _: Signature, _: (u32, Duration)) {}
+
+    fn instead(&self, _: Instant, _: &[Rank]) -> String {
+        String::new()
     }
 }
 

@@ -14,11 +14,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
 use crate::deadline::nap;
-use crate::device::in_flight::Runner;
+use crate::device::in_flight::{InFlight, Runner};
 use crate::device::regions::Regions;
 use crate::device::setup::{AllGather, Member, named, tell};
 use crate::error::{Error, InitError};
-use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, lock};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, OnceLock, Ordering, Weak, lock};
 use crate::sys::cuda::{CudaError, Current, Stream};
 use crate::sys::fork::Origin;
 use crate::sys::nccl::{Feature, Nccl, NcclCall, NcclComm, NcclError, Progress, UniqueId};
@@ -50,6 +50,8 @@ pub(crate) struct VendorComm {
     splits: AtomicU64,
     /// The ends of messages that have been put on streams, which the library has connected.
     connected: Mutex<BTreeSet<MessageEnd>>,
+    /// The lane that is told when it is given up.
+    lane: OnceLock<Weak<InFlight>>,
 }
 
 /// A rank to which messages go, or from which they come.
@@ -174,7 +176,8 @@ impl Chosen {
     fn with(&self, raw: Arc<NcclComm>) -> Arc<VendorComm> {
         let (chosen, origin, raw) = (self.clone(), Origin::here(), Mutex::new(raw));
         let (is_given_up, splits) = (AtomicBool::new(false), AtomicU64::new(0));
-        Arc::new(VendorComm { chosen, origin, raw, is_given_up, splits, connected: Mutex::default() })
+        let (connected, lane) = (Mutex::default(), OnceLock::new());
+        Arc::new(VendorComm { chosen, origin, raw, is_given_up, splits, connected, lane })
     }
 }
 
@@ -402,10 +405,18 @@ impl VendorComm {
             log::warn!("{what} has failed by its end: {error}");
         }
         if raw.is_held() || progress != Ok(Progress::Done) {
-            abort_aside(raw);
+            self.abort();
             return None;
         }
         Some(Ending::begin(what, raw))
+    }
+
+    fn abort(&self) {
+        // First: from then on, what it has sent may be lost.
+        if let Some(lane) = self.lane.get().and_then(Weak::upgrade) {
+            lane.library_is_given_up();
+        }
+        abort_aside(lock(&self.raw).clone());
     }
 
     /// Notes that it is given up or ends. Whether it was before, or is another process's.
@@ -423,8 +434,12 @@ impl Runner for VendorComm {
 
     fn give_up(&self) {
         if !self.is_left() {
-            abort_aside(lock(&self.raw).clone());
+            self.abort();
         }
+    }
+
+    fn serves(&self, lane: Weak<InFlight>) {
+        assert!(self.lane.set(lane).is_ok(), "it serves one lane");
     }
 }
 

@@ -3,8 +3,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use super::*;
 use crate::device::control::Control;
 use crate::device::counters::Word;
-use crate::device::in_flight::InFlight;
 use crate::device::in_flight::tests::Completes;
+use crate::device::in_flight::{By, InFlight};
 use crate::device::words::ControlLayout;
 use crate::error::Error;
 use crate::op::CollectiveKind;
@@ -38,7 +38,7 @@ impl Side {
         let entry = Entry { operation: "barrier", sequence: number, number, began: Instant::now() };
         let work = Work::new(self.in_flight.clone(), entry);
         let call = Signature { operation: CollectiveKind::Barrier as u8, ..Signature::default() };
-        if self.in_flight.begin(number, call, work.clone(), Duration::from_secs(1000)) {
+        if self.in_flight.begin(number, call, work.clone(), Duration::from_secs(1000), By::Programs) {
             watch.watch(self.in_flight.clone());
         }
         work
@@ -130,7 +130,7 @@ fn a_stream_is_released_within_a_second_of_its_limit() {
         let (side, limit, begin) = (Side::new(), Duration::from_millis(30_001 + 97 * number), Instant::now());
         let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: begin };
         let work = Work::new(side.in_flight.clone(), entry);
-        side.in_flight.begin(1, Signature::default(), work, limit);
+        side.in_flight.begin(1, Signature::default(), work, limit, By::Programs);
         side.words.word(side.layout.started(Rank(0), 0, 1)).store(1, Ordering::Release);
         assert_eq!(side.in_flight.tick(begin), Look::Later);
         let took = time_until_release(&side, begin);
@@ -143,7 +143,7 @@ fn a_stream_is_released_within_a_second_of_an_abort() {
     let (side, begin) = (Side::new(), Instant::now());
     let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: begin };
     let work = Work::new(side.in_flight.clone(), entry);
-    side.in_flight.begin(1, Signature::default(), work, Duration::from_secs(1000));
+    side.in_flight.begin(1, Signature::default(), work, Duration::from_secs(1000), By::Programs);
     let before = side.in_flight.tick(begin);
     side.in_flight.leave(
         Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() },
@@ -160,9 +160,9 @@ fn memory_of_an_operation_that_never_ends_stays() {
     let (watch, stuck, other) = (watch(), Side::new(), Side::new());
     let limit = Duration::from_secs(3600);
     let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: Instant::now() };
-    stuck.in_flight.begin(1, Signature::default(), Work::new(stuck.in_flight.clone(), entry), limit);
+    stuck.in_flight.begin(1, Signature::default(), Work::new(stuck.in_flight.clone(), entry), limit, By::Programs);
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    stuck.in_flight.leave(error, Leaving::Well);
+    stuck.in_flight.leave(error, Leaving::AfterFailure);
     let now = Instant::now();
     stuck.in_flight.tick(now);
     assert_eq!(stuck.in_flight.tick(now + limit), Look::Never);

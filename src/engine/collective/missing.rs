@@ -16,7 +16,8 @@ impl Collectives {
         let (came, missing): (Vec<Rank>, Vec<Rank>) =
             (0..ctx.size()).map(Rank::from).partition(|rank| *rank == ctx.me || self.called(*rank) > sequence);
         if !missing.is_empty() {
-            let instead = self.absent_ranks.describe(sequence, &missing, now);
+            let since = self.active.as_ref().map(|active| active.pulse.began);
+            let instead = since.map(|since| self.absent_ranks.describe(since, &missing, now)).unwrap_or_default();
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             return format!("collective {sequence}: rank(s) {missing} did not call it; rank(s) {came} did{instead}");
         }
