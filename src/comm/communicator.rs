@@ -16,7 +16,7 @@ use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
 use crate::config::{Config, DumpSignal};
-use crate::device::control::Leaving;
+use crate::device::vendor::ending::Leaving;
 use crate::engine::callbacks;
 use crate::engine::completion::Finished;
 use crate::engine::driver::{Driver, Polling};

@@ -12,7 +12,6 @@ use crate::comm::island::Mixed;
 use crate::comm::other_hosts::ThroughEngine;
 use crate::config::Config;
 use crate::deadline::deadline_after;
-use crate::device::control::Leaving;
 use crate::device::executor::{self, CollectiveRequest, Executor, LANE, Ranks};
 use crate::device::far_windows::FarWindows;
 use crate::device::in_flight::Ends;
@@ -23,6 +22,7 @@ use crate::device::regions::Regions;
 use crate::device::rounds::Direction;
 use crate::device::setup::{self, AllGather, Parts, Wanted};
 use crate::device::vendor::VendorComm;
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::part::Part;
 use crate::device::words::ControlLayout;
 use crate::engine::collective;
@@ -110,10 +110,24 @@ impl DeviceSide {
         let (operation, comm) = ("an operation in flight".to_owned(), comm.to_owned());
         let error = Error::Closed { operation, comm, how: how.to_owned() };
         if let Some(messages) = self.messages.get() {
-            messages.leave(&error, leaving);
+            messages.leave(&error);
         }
         if let Some(executor) = self.executor.get() {
-            executor.leave(error, leaving);
+            executor.leave(error);
+        }
+        if leaving == Leaving::AfterFailure {
+            self.give_up_libraries();
+        }
+    }
+
+    /// Gives up the vendor's libraries. By then, all that is given up is marked, since streams go on with what these leave behind; and
+    /// there is an engine that tells other hosts.
+    fn give_up_libraries(&self) {
+        if let Some(messages) = self.messages.get() {
+            messages.give_up_libraries();
+        }
+        if let Some(executor) = self.executor.get() {
+            executor.give_up_library();
         }
     }
 
@@ -285,7 +299,7 @@ impl DeviceSide {
                     _ = self.executor.set(executor.clone());
                     // If this rank has left meanwhile, nobody else gives up what the other ranks wait for.
                     check_open(group, operation).inspect_err(|error| {
-                        executor.leave(error.clone(), Leaving::AfterFailure);
+                        executor.leave(error.clone());
                         executor.close(Regions::default(), Leaving::AfterFailure);
                     })?;
                 }

@@ -60,15 +60,6 @@ pub(crate) enum FailureKind {
     Driver,
 }
 
-/// How a rank leaves what its communicator has begun.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Leaving {
-    /// As it should: a vendor's library sends what calls have left with it.
-    Well,
-    /// By an abort, or after the loss of a rank: the library is given up.
-    AfterFailure,
-}
-
 /// Sent in place of the number of a [`FailureKind`]: the rank has given up the library that runs operations of a lane.
 pub(crate) const LIBRARY_GIVEN_UP: u32 = u32::MAX;
 

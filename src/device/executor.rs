@@ -8,7 +8,7 @@ use crate::buffer::Buffer;
 use crate::counts::Counts;
 use crate::device::all_to_all;
 use crate::device::call_log::{Blocks, CallMemory, Capture as Captured, LoggedCall};
-use crate::device::control::{Control, FailureKind, Leaving};
+use crate::device::control::{Control, FailureKind};
 use crate::device::far_windows::FarWindows;
 use crate::device::graph::{CaptureSite, Graphs, Home, number_of};
 use crate::device::in_flight::{self, By, Ends, Halt, InFlight};
@@ -27,6 +27,7 @@ use crate::device::setup::{Member, Parts, Presence};
 use crate::device::staging::{Staging, StagingKind};
 use crate::device::timer::Timer;
 use crate::device::vendor::calls::{self, Calls, Unfit};
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::windows::{self, AllParts, Windows};
@@ -554,9 +555,14 @@ impl Executor {
     }
 
     /// Gives up operations in flight and later ones, because this rank leaves. Waits for no thread that submits.
-    pub(crate) fn leave(&self, error: Error, leaving: Leaving) {
+    pub(crate) fn leave(&self, error: Error) {
         self.windows.leave(error.clone());
-        self.in_flight.leave(error, leaving);
+        self.in_flight.leave(error);
+    }
+
+    /// Gives a vendor's library up, after [`leave`](Executor::leave).
+    pub(crate) fn give_up_library(&self) {
+        self.in_flight.give_up_library();
     }
 
     /// Gives up all operations, since the last step of the setup has failed here.
@@ -570,7 +576,7 @@ impl Executor {
         self.windows.close();
         let Some(state) = lock(&self.state).take() else { return };
         // A thread that was still setting up when this rank left may have submitted operations since.
-        self.in_flight.leave(self.closed("an operation in flight".to_owned()), leaving);
+        self.in_flight.leave(self.closed("an operation in flight".to_owned()));
         let libraries = state.vendor.iter().map(|vendor| vendor.comm.clone()).collect();
         watch::reap_with(libraries, leaving, vec![self.in_flight.clone()], Box::new((state, lent)));
     }

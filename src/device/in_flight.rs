@@ -15,7 +15,7 @@ use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
 
 use crate::deadline::Pulse;
-use crate::device::control::{Control, Failure, FailureKind, Leaving};
+use crate::device::control::{Control, Failure, FailureKind};
 use crate::device::counters::Word;
 use crate::device::other_hosts::OtherHosts;
 use crate::error::Error;
@@ -80,10 +80,11 @@ pub(crate) trait Runner: Send + Sync {
     /// Why its operations on streams will not end, if they will not.
     fn failure(&self) -> Option<String>;
 
-    /// Has its operations on streams end. It waits for nothing, and may be called again.
+    /// Has its operations on streams end, as the failures tell by then that are behind it. It may be called again, under locks of the device,
+    /// and takes the engine's.
     fn give_up(&self);
 
-    /// Stores the lane that is to be [told](InFlight::library_is_given_up) when that is done.
+    /// Stores the lane that is [told](InFlight::library_is_given_up) before that is done.
     fn serves(&self, lane: Weak<InFlight>);
 }
 
@@ -105,10 +106,11 @@ pub(crate) trait Ends: Send + Sync {
     fn elsewhere(&self) -> Vec<Rank>;
 
     /// Tells all ranks that this one waits in collective `sequence` of its device: which round of that it is, and after how long the next
-    /// one follows.
+    /// one follows. Called under locks of the device.
     fn waits(&self, sequence: u64, call: Signature, round: (u32, Duration));
 
-    /// What those of `missing` had in flight instead of the collective in which this rank has waited `since`, in words.
+    /// What those of `missing` had in flight instead of the collective in which this rank has waited `since`, in words. Called under locks
+    /// of the device.
     fn instead(&self, since: Instant, missing: &[Rank]) -> String;
 }
 
@@ -474,12 +476,8 @@ impl InFlight {
     }
 
     /// Gives up all operations in flight and later ones, because this rank leaves.
-    pub(crate) fn leave(&self, error: Error, leaving: Leaving) {
+    pub(crate) fn leave(&self, error: Error) {
         self.give_up_all(FailureKind::Left, self.control.name(self.control.me()), error);
-        if let (Some(runner), Leaving::AfterFailure) = (self.runner.get(), leaving) {
-            // Now, since the engine that tells other hosts of it goes next.
-            runner.give_up();
-        }
     }
 
     /// Gives up all operations in flight and later ones.

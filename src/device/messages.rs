@@ -15,7 +15,6 @@ use smallvec::SmallVec;
 
 use crate::buffer::Buffer;
 use crate::deadline::deadline_after;
-use crate::device::control::Leaving;
 use crate::device::far_pairs::{Carrier, FarPairs};
 use crate::device::graph::number_of;
 use crate::device::graph_rings::GraphRings;
@@ -28,6 +27,7 @@ use crate::device::recordings::Recordings;
 use crate::device::ring_lane::{Edge, RingLane};
 use crate::device::rounds::{self, Direction, Rounds};
 use crate::device::setup::Presence;
+use crate::device::vendor::ending::Leaving;
 use crate::device::vendor::{Patience, SubmitError, VendorComm};
 use crate::device::watch;
 use crate::device::words::SLOTS;
@@ -500,12 +500,18 @@ impl Messages {
     }
 
     /// Gives up what is in flight, and what would come next, because this rank leaves. It waits for no thread that submits.
-    pub(crate) fn leave(&self, error: &Error, leaving: Leaving) {
+    pub(crate) fn leave(&self, error: &Error) {
         let mut links = self.links();
         links.left.get_or_insert_with(|| error.clone());
         let all = links.all.clone();
         drop(links);
-        all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.leave(error.clone(), leaving));
+        all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.leave(error.clone()));
+    }
+
+    /// Gives vendors' libraries up, after [`leave`](Messages::leave).
+    pub(crate) fn give_up_libraries(&self) {
+        let all = self.links().all.clone();
+        all.iter().flat_map(|link| &link.in_flight).for_each(|in_flight| in_flight.give_up_library());
     }
 
     /// Has the reaper give memory back once the device no longer uses it, after [`leave`](Messages::leave).

@@ -11,10 +11,9 @@ use std::any::Any;
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use crate::device::control::Leaving;
 use crate::device::in_flight::{Look, Runner, Watched};
 use crate::device::vendor::VendorComm;
-use crate::device::vendor::ending::{self, Ending};
+use crate::device::vendor::ending::{self, Ending, Leaving};
 use crate::sync::{self, Arc, AtomicBool, Condvar, Mutex, MutexGuard, Ordering, lock};
 use crate::sys::cuda::Relaxed;
 use crate::sys::exit::at_exit;

@@ -156,7 +156,7 @@ impl ControlLayout {
         self.page(rank, lane) + LAST_CALL
     }
 
-    /// The line of a rank's failure; the lines of its text follow.
+    /// The line of a rank's failure; the lines of its text follow. Its last word tells by itself that the rank has given up its library.
     pub(crate) fn failure(self, rank: Rank, lane: usize) -> usize {
         self.page(rank, lane) + FAILURE
     }

@@ -1,5 +1,4 @@
-//! Collectives on a device in which ranks wait, and ranks that have not called them. What such a collective exchanges is none of the engine's
-//! business, but heartbeats are.
+//! Collectives on devices: which of them this rank has called, and what ranks do that have not called one in which others wait.
 
 use std::time::Instant;
 

@@ -454,12 +454,12 @@ impl Relay {
         self.library_given_up_by
     }
 
-    /// Tells all other ranks of a failure. One that leaves opens no streams for it.
-    fn tell(&self, ctx: &mut OpContext, failed: Failed, text: &str, leaves: bool) {
+    /// Tells all other ranks of a failure, or those to which there is a stream.
+    fn tell(&self, ctx: &mut OpContext, failed: Failed, text: &str, only_connected: bool) {
         if ctx.closed.is_some() {
             return;
         }
-        let tells = |peer: &Rank| !leaves || ctx.endpoints.is_connected(*peer);
+        let tells = |peer: &Rank| !only_connected || ctx.endpoints.is_connected(*peer);
         for peer in ctx.endpoints.others().into_iter().filter(tells).collect::<Vec<_>>() {
             ctx.endpoints.send_failure(peer, failed, text);
         }
@@ -509,6 +509,7 @@ impl Relay {
             return;
         }
         let failed = Failed::Device { sequence, kind: failure.kind as u32, culprit: failure.rank };
+        // A rank that leaves opens no streams to tell.
         self.tell(ctx, failed, &failure.text, failure.kind == FailureKind::Left);
         self.fail_from(ctx, (ctx.me, failure));
     }
@@ -714,17 +715,25 @@ mod tests {
     #[test]
     fn what_another_rank_gives_up_is_given_up_until_ranks_begin_anew() {
         let mut harness = Harness::new();
-        let gives_up = |sequence: u64| {
-            let failed = Failed::Device { sequence, kind: FailureKind::Timeout as u32, culprit: Rank(1) };
-            [&*failed.header(4).encode(), b"late"].concat()
+        let told = |sequence: u64, kind: u32, text: &str| {
+            let failed = Failed::Device { sequence, kind, culprit: Rank(1) };
+            [&*failed.header(text.len()).encode(), text.as_bytes()].concat()
         };
+        let gives_up = |sequence| told(sequence, FailureKind::Timeout as u32, "late");
+        let gives_library_up = || told(0, LIBRARY_GIVEN_UP, "");
+        harness.send(&gives_library_up());
+        assert_eq!(harness.engine.relay.library_given_up_by(), Some(Rank(1)));
+        assert!(failure(&mut harness).is_none(), "no operation has failed for that");
         harness.send(&gives_up(3));
         let first = failure(&mut harness).expect("it was told");
         assert_eq!((first.0, first.1.number, first.1.kind), (Rank(1), 3, FailureKind::Timeout));
         assert_eq!(first.1.text, "late");
         let engine = &mut harness.engine;
         engine.relay.reset(&mut engine.context);
+        assert_eq!(engine.relay.library_given_up_by(), None);
         harness.send(&gives_up(4));
+        harness.send(&gives_library_up());
         assert!(failure(&mut harness).is_none(), "that is of before");
+        assert_eq!(harness.engine.relay.library_given_up_by(), None);
     }
 }

@@ -134,8 +134,9 @@ pub(crate) fn watch(test: &str) {
         std::thread::sleep(Duration::from_secs(300));
         eprintln!("{test} does not end");
         let process = std::process::id().to_string();
-        let mut gdb = Command::new("gdb");
-        gdb.env_remove("LD_PRELOAD").args(["-batch", "-p", &process, "-ex", "thread apply all backtrace 12"]);
+        let mut gdb = Command::new("timeout");
+        gdb.args(["60", "gdb", "-nx", "-batch", "-p", &process, "-ex", "thread apply all backtrace 12"]);
+        gdb.env_remove("LD_PRELOAD").env_remove("DEBUGINFOD_URLS");
         // This process stands still meanwhile: it could not read what gdb writes.
         if let Err(error) = gdb.stdout(std::io::stderr()).status() {
             eprintln!("its stacks are not known, since gdb does not begin: {error}");

@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use ncclx_rs::comm::store::{MemoryStore, PrefixStore, Store, TcpStore};
 use ncclx_rs::sync::Arc;
-use ncclx_rs::sys::cuda::{Context, Device, DeviceMemory, Stream, copy_from_host, copy_to_host};
+use ncclx_rs::sys::cuda::{
+    Batch, Context, Device, DeviceMemory, RegisteredWords, Stream, Width, copy_from_host, copy_to_host,
+};
+use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{
     Buffer, Buffers, CommOptions, Communicator, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, Work,
 };
@@ -103,6 +106,16 @@ impl OnDevice {
         // SAFETY: tests keep streams and memory until the end.
         let mode = Mode::Stream(unsafe { StreamHandle::from_raw(stream.to_raw(), device) });
         Op { kind, inputs: buffers(inputs), outputs: buffers(outputs), timeout, mode }
+    }
+
+    /// Holds its stream up until the word that is returned is 1.
+    pub(crate) fn hold(&self) -> (Arc<SharedWords>, RegisteredWords) {
+        let word = Arc::new(SharedWords::new(1).expect("a word"));
+        let registered = RegisteredWords::new(&self.context, &word).expect("a word");
+        let mut batch = Batch::new(Width::Bits64);
+        batch.wait(registered.word(0), 1);
+        self.stream.submit(&self.context.enter().expect("a context"), &mut batch).expect("a wait");
+        (word, registered)
     }
 
     /// Adds up what all ranks have in this memory.

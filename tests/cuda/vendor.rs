@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use ncclx_rs::config::NcclFields;
 use ncclx_rs::sync::{Arc, Ordering};
-use ncclx_rs::sys::cuda::{Batch, DeviceMemory, RegisteredWords, Width};
+use ncclx_rs::sys::cuda::DeviceMemory;
 use ncclx_rs::sys::nccl::{Nccl, NcclComm, Progress, UniqueId, Vendor};
-use ncclx_rs::sys::words::SharedWords;
 use ncclx_rs::{Counts, Error, OpKind, Rank, ReduceOp};
 
+use crate::graphs::wait_until;
 use crate::harness::{Software, alone, calls_of_nccl, context};
 use crate::ranks::{OnDevice, data, hosts_on, total, world_on};
 
@@ -310,13 +310,7 @@ fn what_is_lost_with_a_rank_that_leaves_fails_soon() {
         let lose = |rank: OnDevice| {
             let (memory, ends) = (rank.memory(&[1.0]), calls_of_nccl("ends"));
             rank.sum(&memory).expect("the first is sound");
-            let gate = Arc::new(SharedWords::new(1).expect("a word"));
-            let registered = RegisteredWords::new(&rank.context, &gate).expect("a word");
-            if rank.me() == 1 {
-                let mut batch = Batch::new(Width::Bits64);
-                batch.wait(registered.word(0), 1);
-                rank.stream.submit(&rank.context.enter().expect("a context"), &mut batch).expect("a wait");
-            }
+            let gate = (rank.me() == 1).then(|| rank.hold());
             let limit = Some(Duration::from_secs(1000));
             let broadcast = OpKind::Broadcast { root: Rank(0) };
             let work = rank.submit_within(broadcast, &[&memory], &[&memory], limit).expect("a work");
@@ -327,20 +321,16 @@ fn what_is_lost_with_a_rank_that_leaves_fails_soon() {
                 return;
             }
             rank.comm.barrier().expect("both have called it");
-            while calls_of_nccl("ends") == ends {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            gate.word(0).store(1, Ordering::Release);
-            let outcome = work.wait(None);
+            wait_until("the other one's end", || calls_of_nccl("ends") > ends);
+            gate.as_ref().expect("made above").0.word(0).store(1, Ordering::Release);
+            let outcome = work.wait(Some(Duration::from_secs(60)));
             let Err(Error::PeerLost { rank: 0, cause, .. }) = &outcome else { panic!("{outcome:?}") };
             assert!(cause.contains("it had enough"), "{cause}");
             rank.stream.synchronize().expect("a stream that runs out");
             rank.comm.shutdown().expect("an end");
         };
         world_on(&[0, 1], NCCL, lose);
-        while calls_of_nccl("ends") < 2 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("both ends", || calls_of_nccl("ends") == 2);
         hosts_on(&[("a", 0), ("b", 1)], NCCL, lose);
     });
 }

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use ncclx_rs::config::NcclFields;
-use ncclx_rs::sync::Arc;
+use ncclx_rs::sync::{Arc, Ordering};
 use ncclx_rs::sys::cuda::Stream;
 use ncclx_rs::sys::nccl::{NcclCall, NcclComm, Progress, UniqueId, Vendor};
 use ncclx_rs::{Error, Op, Work};
@@ -390,6 +390,35 @@ fn what_waits_for_a_rank_that_leaves_ends() {
         };
         world_on(&DEVICES[..3], NCCL, body);
         hosts_on(TWO_HOSTS, NCCL, body);
+    });
+}
+
+#[test]
+fn what_is_lost_with_a_rank_that_leaves_fails_soon() {
+    alone("vendor_messages::what_is_lost_with_a_rank_that_leaves_fails_soon", &[&[FOUR]], || {
+        let lose = |rank: OnDevice| {
+            let (kept, ends) = (meet_all(&rank), calls_of_nccl("ends"));
+            let item = if rank.me() == 0 { rank.sends(1, 1, 9) } else { rank.receives(0, 1, 9) };
+            let gate = (rank.me() == 1).then(|| rank.hold());
+            let work = rank.one(&item).expect("a work");
+            if rank.me() == 0 {
+                work.wait(None).expect("it has left");
+                rank.comm.barrier().expect("both have called it");
+                rank.comm.abort("it had enough");
+                return drop((kept, item));
+            }
+            rank.comm.barrier().expect("both have called it");
+            wait_until("the ends of both directions", || calls_of_nccl("ends") == ends + 2);
+            gate.as_ref().expect("made above").0.word(0).store(1, Ordering::Release);
+            let outcome = work.wait(Some(Duration::from_secs(60)));
+            let Err(Error::PeerLost { rank: 0, .. }) = &outcome else { panic!("{outcome:?}") };
+            rank.stream.synchronize().expect("a stream that runs out");
+            rank.comm.shutdown().expect("an end");
+            drop((kept, item));
+        };
+        world_on(&DEVICES[..2], NCCL, lose);
+        wait_until("all ends", || calls_of_nccl("ends") == 4);
+        hosts_on(&[("a", 0), ("b", 1)], NCCL, lose);
     });
 }
 

@@ -216,6 +216,9 @@ fn the_first_failure_stays_until_the_lane_is_reset() {
         ),
         (None, Some(timeout(7, "the first")))
     );
+    host[2].give_up_library(1);
+    assert!(host[0].has_given_up_library(Rank(2), 1));
+    assert!(!host[0].has_given_up_library(Rank(2), 0) && !host[0].has_given_up_library(Rank(1), 1));
     host[1].fail(&timeout(8, "another rank's"));
     assert_eq!(host[0].first_failure(1, 8).map(|(_, failure)| failure), Some(timeout(7, "the first")));
     host[2].fail(&timeout(6, "it spoils more"));
@@ -325,10 +328,12 @@ fn a_reset_lane_counts_from_one_again() {
         host[0].enter(0, number, all_reduce(number), None).expect("the first there");
         host[0].words.word(host[0].layout.done(Rank(0), 0, number)).store(number, Ordering::Release);
     }
+    host[0].give_up_library(0);
     assert_eq!(host[1].epoch(0), 1);
     host.iter().for_each(|control| control.reset(0));
     assert_eq!((host[1].epoch(0), host[1].epoch(1)), (2, 1));
     assert_eq!((host[1].calls_of(Rank(0), 0), host[1].has_ended(Rank(0), 0, 1)), (0, false));
+    assert!(!host[1].has_given_up_library(Rank(0), 0), "it begins another one");
     assert_eq!(host[1].enter(0, 2, all_reduce(7), None), Ok(()), "the calls before are forgotten");
 }
 

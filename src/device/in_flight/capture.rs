@@ -33,10 +33,12 @@ impl InFlight {
         };
         loop {
             let is_missing = |rank: &Rank| self.control.call_of(*rank, self.lane, number).is_none();
-            let missing: Vec<Rank> = self.control.ranks().filter(is_missing).collect();
+            let missing = self.control.ranks().filter(is_missing);
+            let missing: Vec<Rank> = missing.map(|rank| self.control.name(rank)).collect();
             // Before all have come, too: one call that differs is enough to fail.
             if let Err(disagreement) = compare() {
-                let detail = call.disagreement(number, self.control.me(), disagreement);
+                let disagreement = disagreement.named(|rank| self.control.name(rank));
+                let detail = call.disagreement(sequence, self.control.name(self.control.me()), disagreement);
                 let error = Error::Mismatch { operation: signature.to_string(), detail };
                 self.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
                 return Err(error);
@@ -51,7 +53,7 @@ impl InFlight {
             let late = || {
                 let instead = self.ends.instead(begin, &missing);
                 let detail = format!(
-                    "device collective {number}, in the capture of a graph: rank(s) {} did not call it{instead}",
+                    "device collective {sequence}, in the capture of a graph: rank(s) {} did not call it{instead}",
                     rank_list(&missing)
                 );
                 Error::Timeout { operation: signature.to_string(), waited, detail }

@@ -29,8 +29,8 @@ impl InFlight {
     /// Tells other ranks of the first operation in flight if it takes long: all of a collective, so that absent ones tell what they do, and
     /// once those of other hosts, so that they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
-        let before = state.before;
-        let Some(first) = state.flights.front_mut() else { return };
+        let (before, failed) = (state.before, state.failed.as_ref().map_or(u64::MAX, |(failed, _)| *failed));
+        let Some(first) = state.flights.front_mut().filter(|first| first.number < failed) else { return };
         let call = match &first.call {
             Called::Collective(call) => Some(*call),
             Called::Part(_) => None,

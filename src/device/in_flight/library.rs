@@ -11,7 +11,14 @@ use crate::types::Rank;
 const CUT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl InFlight {
-    /// Tells other ranks that this one has given up the library. Takes no lock of this lane.
+    /// Gives the library up, because this rank leaves, which all its lanes tell by now.
+    pub(crate) fn give_up_library(&self) {
+        if let Some(runner) = self.runner.get() {
+            runner.give_up();
+        }
+    }
+
+    /// Tells other ranks that this one gives up the library. Takes no lock of this lane, but the engine's.
     pub(crate) fn library_is_given_up(&self) {
         self.control.give_up_library(self.lane);
         if let Some(hosts) = &self.hosts {
@@ -22,8 +29,17 @@ impl InFlight {
     /// Why the first operation in flight, before any that has failed, is given up: another rank has given up its library, and the
     /// stream is still in the operation a while later.
     pub(super) fn cut_off(&self, state: &mut State, now: Instant) -> Option<Error> {
-        let Flight { call, started: Some(started), by: By::Library, .. } = state.flights.front()? else { return None };
+        let Flight { number, call, started: Some(started), by: By::Library, .. } = state.flights.front()? else {
+            return None;
+        };
         let culprit = self.library_given_up_by()?;
+        if let Called::Part(part) = call
+            && part.lateness(self.lane, *number).is_none()
+        {
+            // Its stream waits for another lane of the batch.
+            state.given_up = None;
+            return None;
+        }
         let since = *state.given_up.get_or_insert(now);
         if now.saturating_duration_since(since.max(*started)) < CUT_TIMEOUT {
             return None;
@@ -49,13 +65,11 @@ impl InFlight {
         here.map(|rank| self.control.name(rank)).or_else(|| self.hosts.as_ref()?.library_given_up_by())
     }
 
-    /// Whether other ranks may still need the library for what came before a disagreement, after which all go on. Whether those of another
-    /// host do is not known.
+    /// Whether other ranks of this host may still need the library for collectives before a disagreement, after which all go on.
     pub(super) fn is_library_needed(&self, state: &State) -> bool {
         let Some((number, Error::Mismatch { .. })) = &state.failed else { return false };
-        let is_far =
-            self.hosts.is_some() && matches!(state.flights.front(), Some(Flight { call: Called::Part(_), .. }));
+        let is_collective = matches!(state.flights.front(), Some(Flight { call: Called::Collective(_), .. }));
         let has_ended = |rank| self.control.has_ended(rank, self.lane, number.saturating_sub(1));
-        self.runner.get().is_some() && !is_far && !self.control.ranks().all(has_ended)
+        self.is_by_library() && is_collective && !self.control.ranks().all(has_ended)
     }
 }

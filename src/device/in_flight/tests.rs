@@ -239,7 +239,7 @@ fn a_lost_rank_ends_what_is_in_flight() {
 fn a_rank_that_leaves_is_lost_to_the_others() {
     let [left, side] = sides();
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    left.in_flight.leave(error, Leaving::Well);
+    left.in_flight.leave(error);
     let work = side.begin(1, LONG);
     side.in_flight.tick(Instant::now());
     side.stream_ends(1);
@@ -253,7 +253,7 @@ fn a_rank_that_leaves_does_not_give_up_what_its_stream_has_finished() {
     let (ended, works) = (left.begin(1, LONG), side.begin(1, LONG));
     left.stream_ends(1);
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    left.in_flight.leave(error, Leaving::Well);
+    left.in_flight.leave(error);
     side.stream_ends(1);
     assert_eq!((ended.wait(None), works.wait(None)), (Ok(()), Ok(())));
     assert_eq!(side.control.first_failure(LANE, 2).map(|(rank, failure)| (rank, failure.number)), Some((Rank(0), 2)));
@@ -378,28 +378,30 @@ fn left() -> Error {
 
 #[test]
 fn what_a_library_may_have_lost_with_another_rank_fails_soon() {
-    // How a rank leaves that has ended the operation, and what runs that.
-    let cases =
-        [(Leaving::AfterFailure, By::Library), (Leaving::Well, By::Library), (Leaving::AfterFailure, By::Programs)];
-    for (leaving, by) in cases {
+    // Whether a rank that leaves gives its library up, and what runs the operation that it has ended.
+    for (gives_up, by) in [(true, By::Library), (false, By::Library), (true, By::Programs)] {
         let (both, now) = (sides(), Instant::now());
-        let _libraries = Library::for_both(&both);
+        let libraries = Library::for_both(&both);
         let [other, side] = &both;
         let works = [other.begin_by(by, 1, LONG), side.begin_by(by, 1, LONG)];
         other.stream_ends(1);
         side.stream_starts(1);
         let look = |seconds| side.in_flight.tick(now + Duration::from_secs(seconds));
         assert_eq!(look(50), Look::Later);
-        other.in_flight.leave(left(), leaving);
+        other.in_flight.leave(left());
+        assert_eq!(libraries[0].times(), 0, "not before all lanes have their mark");
+        if gives_up {
+            other.in_flight.give_up_library();
+        }
         assert_eq!(works[0].result(), Some(Ok(())));
         assert_eq!((look(100), look(101)), (Look::Later, Look::Later), "what was sent may still come");
-        let fails = leaving == Leaving::AfterFailure && by == By::Library;
-        assert_eq!(look(103), if fails { Look::Soon } else { Look::Later }, "{leaving:?}, {by:?}");
+        let fails = gives_up && by == By::Library;
+        assert_eq!(look(103), if fails { Look::Soon } else { Look::Later }, "{gives_up}, {by:?}");
         side.stream_ends(1);
         look(104);
         let outcome = works[1].result().expect("it has ended");
         let is_lost = matches!(&outcome, Err(Error::PeerLost { rank: 0, cause, .. }) if cause == "it left");
-        assert_eq!(is_lost, fails, "{leaving:?}: {outcome:?}");
+        assert_eq!(is_lost, fails, "{gives_up}: {outcome:?}");
     }
 }
 

@@ -4,7 +4,6 @@
 use std::time::{Duration, Instant};
 
 use super::{BatchRequest, Message, Messages, Peers, State, Stretch};
-use crate::device::control::Leaving;
 use crate::device::graph_rings::GraphRings;
 use crate::device::in_flight::{self, Halt};
 use crate::device::pairs::{Asked, Channel, Pair, lane};
@@ -190,7 +189,7 @@ impl Messages {
         if let Some(pair) = &pair {
             let mut links = lock(&self.links);
             if let Some(error) = &links.left {
-                pair.link.in_flight.iter().for_each(|in_flight| in_flight.leave(error.clone(), Leaving::Well));
+                pair.link.in_flight.iter().for_each(|in_flight| in_flight.leave(error.clone()));
             }
             links.all.push(pair.link.clone());
         }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::device::control::{Control, FailureKind, Leaving};
+use crate::device::control::{Control, FailureKind};
 use crate::device::in_flight::{Ends, Halt};
 use crate::device::words::ControlLayout;
 use crate::sync::Arc;
@@ -189,8 +189,8 @@ fn a_rank_that_left_after_it_did_its_part_is_not_missed() {
     side.stream_is(Some(Busy::Runs(0)));
     side.write(COUNTS, side.head(), 2);
     side.write(COUNTS, side.tail(), 1);
-    other.in_flight.leave(left(), Leaving::AfterFailure);
-    side.in_flight.leave(left(), Leaving::AfterFailure);
+    other.in_flight.leave(left());
+    side.in_flight.leave(left());
     assert_eq!(side.replay.tick(now), Look::Later);
     assert!(!side.is_released());
     side.stream_is(None);

@@ -12,6 +12,15 @@ use crate::sys::nccl::NcclComm;
 /// How long an end is waited for.
 const LIMIT: Duration = Duration::from_secs(5);
 
+/// How a communicator leaves what it has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    /// As it should: the library sends what calls have left with it.
+    Well,
+    /// By an abort, or after the loss of a rank: the library is given up.
+    AfterFailure,
+}
+
 /// The end of a communicator that has begun. Dropped, it is waited for, for a while: the library may still have to send what calls have
 /// left with it.
 #[derive(Debug)]

@@ -404,8 +404,13 @@ impl VendorComm {
         if let Err(error) = &progress {
             log::warn!("{what} has failed by its end: {error}");
         }
-        if raw.is_held() || progress != Ok(Progress::Done) {
+        if progress != Ok(Progress::Done) {
             self.abort();
+            return None;
+        }
+        if raw.is_held() {
+            // Other ranks are not told: little is lost by this, and what they still do may well end.
+            abort_aside(raw);
             return None;
         }
         Some(Ending::begin(what, raw))

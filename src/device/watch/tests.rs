@@ -145,10 +145,7 @@ fn a_stream_is_released_within_a_second_of_an_abort() {
     let work = Work::new(side.in_flight.clone(), entry);
     side.in_flight.begin(1, Signature::default(), work, Duration::from_secs(1000), By::Programs);
     let before = side.in_flight.tick(begin);
-    side.in_flight.leave(
-        Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() },
-        Leaving::Well,
-    );
+    side.in_flight.leave(Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() });
     let asleep = pause(before).expect("it looks again");
     let took = asleep + time_until_release(&side, begin + asleep);
     assert!(took <= RELEASED_WITHIN, "{took:?}");
@@ -162,7 +159,7 @@ fn memory_of_an_operation_that_never_ends_stays() {
     let entry = Entry { operation: "barrier", sequence: 1, number: 1, began: Instant::now() };
     stuck.in_flight.begin(1, Signature::default(), Work::new(stuck.in_flight.clone(), entry), limit, By::Programs);
     let error = Error::Closed { operation: String::new(), comm: "test".to_owned(), how: "left".to_owned() };
-    stuck.in_flight.leave(error, Leaving::AfterFailure);
+    stuck.in_flight.leave(error);
     let now = Instant::now();
     stuck.in_flight.tick(now);
     assert_eq!(stuck.in_flight.tick(now + limit), Look::Never);
