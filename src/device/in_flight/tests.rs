@@ -1,4 +1,5 @@
 use super::*;
+use crate::device::call_log::{Capture, LoggedCall};
 use crate::device::words::ControlLayout;
 use crate::error::InitError;
 use crate::op::CollectiveKind;
@@ -60,11 +61,16 @@ const LANE: usize = 0;
 
 /// Both ranks of a host.
 fn sides() -> [Side; 2] {
+    sides_named(&BOTH)
+}
+
+/// The same two as a communicator names them that has others on another host.
+fn sides_named(names: &[Rank; 2]) -> [Side; 2] {
     let layout = ControlLayout::new(2, 1);
     let words = Arc::new(SharedWords::new(layout.count()).expect("words"));
     [Rank(0), Rank(1)].map(|me| {
-        let control = Arc::new(Control::new(words.clone(), layout, me, Width::Bits64));
-        let ends = Arc::new(Completes::default());
+        let control = Control::new(words.clone(), layout, me, Width::Bits64).of_some(names.to_vec(), 4);
+        let (control, ends) = (Arc::new(control), Arc::new(Completes::default()));
         let in_flight = InFlight::new("test".to_owned(), LANE, control.clone(), ends.clone(), None);
         Side { in_flight, control, words: words.clone(), layout, ends }
     })
@@ -474,4 +480,15 @@ fn a_wait_in_a_collective_is_told_to_all_again_and_again() {
     side.in_flight.tick(now + Duration::from_secs(28));
     let error = side.in_flight.halt().map(|halt| format!("{halt:?}")).expect("its time is over");
     assert!(error.contains("did; rank 0 slept; rank 1 slept"), "{error}");
+}
+
+#[test]
+fn who_captures_a_collective_tells_that_it_waits_and_names_who_does_not_come() {
+    let [side, _] = sides_named(&[Rank(2), Rank(3)]);
+    let call = LoggedCall::new(call(), 1, Capture::Captured);
+    side.control.enter(LANE, 1, call, None).expect("it is the first there");
+    let met = side.in_flight.meet(1, call, || Ok(()), Duration::from_millis(400));
+    let Err(Error::Timeout { detail, .. }) = met else { panic!("{met:?}") };
+    assert!(detail.ends_with("rank(s) 3 did not call it; rank 3 slept"), "{detail}");
+    assert_eq!(*lock(&side.ends.waits), [(1, 0)]);
 }
