@@ -35,6 +35,10 @@ const LONG: Duration = Duration::from_secs(1000);
 impl Side {
     /// A batch of one message each way. This rank's stream waits for the other rank's message.
     fn begin(&self, number: u64, limit: Duration) -> Work {
+        self.begin_by(By::Programs, number, limit)
+    }
+
+    fn begin_by(&self, by: By, number: u64, limit: Duration) -> Work {
         let me = self.control.me();
         let other = Rank(1 - me.0);
         let entry = Entry { operation: "send", sequence: number, number, began: Instant::now() };
@@ -53,7 +57,7 @@ impl Side {
         for (lane, in_flight) in self.lanes.iter().enumerate() {
             let way = [(Rank(3), Rank(5)), (Rank(5), Rank(3))][lane];
             let part = BatchPart::new(format!("lane {lane}"), number, way, peer, batch.clone());
-            in_flight.begin(number, part, work.clone(), limit, By::Programs);
+            in_flight.begin(number, part, work.clone(), limit, by);
         }
         work
     }
@@ -62,6 +66,12 @@ impl Side {
         for lane in 0..2 {
             self.words.word(self.layout.started(self.control.me(), lane, number)).store(number, Ordering::Release);
         }
+    }
+
+    /// Has a message come on a lane for which the other rank's stream waits.
+    fn sends(&self, lane: usize, number: u64) {
+        let head = Word::Head { sender: self.control.me(), receiver: Rank(1 - self.control.me().0) };
+        self.words.word(self.layout.lane_words().index(lane, head)).store(number, Ordering::Release);
     }
 
     fn ends(&self, lane: usize, number: u64) {
@@ -118,6 +128,20 @@ fn only_the_part_that_the_stream_waits_for_is_late() {
     assert!(work.poll());
     let Some(Err(Error::Timeout { detail, .. })) = work.result() else { panic!("{work:?}") };
     assert_eq!(detail, "device message 1 from rank 5 to rank 3: rank 5 did not call it");
+}
+
+#[test]
+fn a_part_that_a_library_may_have_lost_fails_when_the_stream_waits_for_no_other() {
+    let [side, other] = sides();
+    let _work = side.begin_by(By::Library, 1, LONG);
+    side.starts(1);
+    let now = Instant::now();
+    other.control.give_up_library(0);
+    let look = |seconds| side.lanes[0].tick(now + Duration::from_secs(seconds));
+    assert_eq!((look(0), look(3)), (Look::Later, Look::Later), "it waits for the message on the other lane");
+    other.sends(1, 1);
+    assert_eq!((look(10), look(11)), (Look::Later, Look::Later));
+    assert_eq!(look(13), Look::Soon);
 }
 
 #[test]
