@@ -194,7 +194,7 @@ struct State {
     closely: Option<u64>,
     /// Has the watch look at once.
     look_soon: Option<fn()>,
-    /// Since when another rank is known to have given up the library.
+    /// Since when a rank is known to have given up its library.
     given_up: Option<Instant>,
     /// Since when failed operations are to be released.
     failing: Option<Instant>,

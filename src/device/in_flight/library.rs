@@ -7,7 +7,7 @@ use super::{By, Called, Flight, InFlight, State, named, reported};
 use crate::error::Error;
 use crate::types::Rank;
 
-/// How long a stream may stay in an operation once another rank has given up its library.
+/// How long a stream may stay in an operation once a rank has given up its library.
 const CUT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl InFlight {
@@ -26,8 +26,8 @@ impl InFlight {
         }
     }
 
-    /// Why the first operation in flight, before any that has failed, is given up: another rank has given up its library, and the
-    /// stream is still in the operation a while later.
+    /// Why the first operation in flight, before any that has failed, is given up: a rank has given up its library, and the stream is
+    /// still in the operation a while later.
     pub(super) fn cut_off(&self, state: &mut State, now: Instant) -> Option<Error> {
         let Flight { number, call, started: Some(started), by: By::Library, .. } = state.flights.front()? else {
             return None;
@@ -58,10 +58,9 @@ impl InFlight {
         })
     }
 
-    /// Another rank that has given up its library, if one has.
+    /// A rank that has given up its library, if one has.
     fn library_given_up_by(&self) -> Option<Rank> {
-        let has_given_up = |rank: &Rank| self.control.has_given_up_library(*rank, self.lane);
-        let here = self.control.ranks().filter(|rank| *rank != self.control.me()).find(has_given_up);
+        let here = self.control.ranks().find(|rank| self.control.has_given_up_library(*rank, self.lane));
         here.map(|rank| self.control.name(rank)).or_else(|| self.hosts.as_ref()?.library_given_up_by())
     }
 
