@@ -122,9 +122,7 @@ struct Flight {
     work: Work,
     limit: Duration,
     by: By,
-    /// When the watch first saw that the stream had reached it: only from then on its time counts.
-    started: Option<Instant>,
-    /// From then on, when it tells that it waits.
+    /// From when the watch first saw that the stream had reached it: only from then on its time counts, and it tells that it waits.
     pulse: Option<Pulse>,
     /// Whether other hosts have been told that this rank waits in it.
     is_reported: bool,
@@ -147,9 +145,14 @@ impl Flight {
         }
     }
 
+    /// When the watch first saw that its stream had reached it.
+    fn started(&self) -> Option<Instant> {
+        self.pulse.map(|pulse| pulse.began)
+    }
+
     /// Notes that its stream has reached it, and tells `ends`.
     fn start(&mut self, ends: &dyn Ends, now: Instant) {
-        (self.started, self.pulse) = (Some(now), Some(Pulse::new(now, self.limit)));
+        self.pulse = Some(Pulse::new(now, self.limit));
         match &self.call {
             Called::Collective(_) => ends.started(std::slice::from_ref(&self.work), now),
             Called::Part(part) => part.started(ends, now),
@@ -287,8 +290,8 @@ impl InFlight {
             // Operations released before have run out; this one has its own time to do so.
             (state.failing, state.released) = (None, None);
         }
-        let (call, started, pulse) = (call.into(), None, None);
-        state.flights.push_back(Flight { number, call, work, limit, by, started, pulse, is_reported: false });
+        let call = call.into();
+        state.flights.push_back(Flight { number, call, work, limit, by, pulse: None, is_reported: false });
         // Relaxed, here and below: a hint; the lock orders the rest.
         self.is_busy.store(true, Ordering::Relaxed);
         let is_first = !std::mem::replace(&mut state.is_watched, true);
@@ -492,7 +495,7 @@ impl InFlight {
 
     /// Of the first operation whose time is over: the first number that fails, and the error.
     fn late(&self, state: &State, now: Instant) -> Option<(u64, Error)> {
-        let is_late = |flight: &&Flight| flight.started.is_some_and(|started| now - started >= flight.limit);
+        let is_late = |flight: &&Flight| flight.started().is_some_and(|started| now - started >= flight.limit);
         state.flights.iter().filter(is_late).find_map(|late| {
             let Called::Part(part) = &late.call else { return Some((late.number, self.timeout(state, late, now))) };
             let detail = part.lateness(self.lane, late.number)?;
@@ -507,7 +510,7 @@ impl Watched for InFlight {
         self.end_finished(&mut ended);
         let mut state = lock(&self.state);
         let (me, lane) = (self.control.me(), self.lane);
-        for flight in state.flights.iter_mut().filter(|flight| flight.started.is_none()) {
+        for flight in state.flights.iter_mut().filter(|flight| flight.pulse.is_none()) {
             if !self.control.has_started(me, lane, flight.number) {
                 break;
             }
@@ -543,9 +546,10 @@ impl Watched for InFlight {
                     self.give_up(&mut state, from, FailureKind::Timeout, self.control.name(me), error);
                 }
             }
-            self.tell_of_wait(&mut state, now);
             // Operations before the one that has failed may still end well.
-            if !state.is_sound(number) && self.is_settled(&mut state, now) {
+            if state.is_sound(number) {
+                self.tell_of_wait(&mut state, now);
+            } else if self.is_settled(&mut state, now) {
                 for (lane, words) in &state.awaits {
                     self.control.release(*lane, words.iter().copied());
                 }
@@ -604,7 +608,7 @@ fn spread(mut state: MutexGuard<'_, State>) {
 }
 
 fn timed_out(late: &Flight, now: Instant, detail: String) -> Error {
-    let waited = late.started.map_or(Duration::ZERO, |started| now - started);
+    let waited = late.started().map_or(Duration::ZERO, |started| now - started);
     Error::Timeout { operation: late.call.to_string(), waited, detail }
 }
 

@@ -748,12 +748,10 @@ impl Collectives {
     pub(crate) fn check_deadline(&mut self, ctx: &mut OpContext, now: Instant) {
         let Some(active) = &mut self.active else { return };
         let sequence = active.sequence;
-        if let Some((round, interval)) = active.pulse.beat(now)
+        if let Some(round) = active.pulse.beat(now)
             && let Some(send) = &self.send_heartbeat
         {
-            let state = RankState::Waiting(active.request.signature);
-            let again_millis = interval.as_millis().try_into().unwrap_or(u64::MAX);
-            send(Heartbeat { on_device: false, sequence, state, round, again_millis, ranks: vec![ctx.me] });
+            send(Heartbeat::waiting(ctx.me, false, sequence, active.request.signature, round));
         }
         self.resolve_suspect(ctx, now);
         let Some(active) = &self.active else { return };

@@ -28,6 +28,20 @@ pub(crate) struct Heartbeat {
     pub(crate) ranks: Vec<Rank>,
 }
 
+impl Heartbeat {
+    /// That rank `me` waits in a collective that it called so: which round of that it is, and after how long the next one follows.
+    pub(crate) fn waiting(
+        me: Rank,
+        on_device: bool,
+        sequence: u64,
+        call: Signature,
+        (round, again): (u32, Duration),
+    ) -> Heartbeat {
+        let again_millis = again.as_millis().try_into().unwrap_or(u64::MAX);
+        Heartbeat { on_device, sequence, state: RankState::Waiting(call), round, again_millis, ranks: vec![me] }
+    }
+}
+
 /// What ranks do of which a heartbeat tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum RankState {

@@ -266,11 +266,9 @@ impl Engine {
         }
     }
 
-    /// Tells all ranks that this one waits in a collective on its device, for the `round`-th time, and will again after a while.
-    pub(crate) fn waits_on_device(&mut self, sequence: u64, call: Signature, (round, again): (u32, Duration)) {
-        let again_millis = again.as_millis().try_into().unwrap_or(u64::MAX);
-        let (state, ranks) = (RankState::Waiting(call), vec![self.context.me]);
-        self.send_heartbeat(Heartbeat { on_device: true, sequence, state, round, again_millis, ranks });
+    /// Tells all ranks that this one waits in a collective on its device: which round of that it is, and after how long the next one follows.
+    pub(crate) fn waits_on_device(&mut self, sequence: u64, call: Signature, round: (u32, Duration)) {
+        self.send_heartbeat(Heartbeat::waiting(self.context.me, true, sequence, call, round));
     }
 
     fn send_heartbeat(&self, heartbeat: Heartbeat) {

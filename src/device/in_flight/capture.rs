@@ -46,7 +46,8 @@ impl InFlight {
             if missing.is_empty() {
                 return Ok(());
             }
-            let (now, waited) = (Instant::now(), begin.elapsed());
+            let now = Instant::now();
+            let waited = now - begin;
             if let Some(round) = pulse.beat(now) {
                 self.ends.waits(sequence, signature, round);
             }

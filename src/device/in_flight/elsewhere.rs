@@ -26,11 +26,11 @@ impl InFlight {
         (failure.number <= last).then_some((reporter, failure))
     }
 
-    /// Tells other ranks of the first operation in flight if it takes long: all of a collective, so that absent ones tell what they do, and
+    /// Tells other ranks of the first operation in flight, which has not failed, if it takes long: all of a collective, so that absent ones tell what they do, and
     /// once those of other hosts, so that they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
-        let (before, failed) = (state.before, state.failed.as_ref().map_or(u64::MAX, |(failed, _)| *failed));
-        let Some(first) = state.flights.front_mut().filter(|first| first.number < failed) else { return };
+        let before = state.before;
+        let Some(first) = state.flights.front_mut() else { return };
         let call = match &first.call {
             Called::Collective(call) => Some(*call),
             Called::Part(_) => None,
@@ -42,7 +42,7 @@ impl InFlight {
         }
         let Some(hosts) = self.hosts.as_ref().filter(|_| !first.is_reported) else { return };
         let notice = WAIT_NOTICE.min(first.limit / 4);
-        if first.started.is_some_and(|started| now.saturating_duration_since(started) >= notice) {
+        if first.started().is_some_and(|started| now.saturating_duration_since(started) >= notice) {
             first.is_reported = true;
             hosts.tell_of_wait(first.number, call);
         }
@@ -100,7 +100,7 @@ impl InFlight {
                 [] => String::new(),
                 ranks => format!("; rank(s) {} called a collective on the CPU instead", rank_list(ranks)),
             };
-            let instead = late.started.map(|since| self.ends.instead(since, &missing)).unwrap_or_default();
+            let instead = late.started().map(|since| self.ends.instead(since, &missing)).unwrap_or_default();
             let (missing, came) = (rank_list(&missing), rank_list(&came));
             format!(
                 "device collective {number}: rank(s) {missing} did not call it; rank(s) {came} did{elsewhere}{instead}"

@@ -29,9 +29,8 @@ impl InFlight {
     /// Why the first operation in flight, before any that has failed, is given up: a rank has given up its library, and the stream is
     /// still in the operation a while later.
     pub(super) fn cut_off(&self, state: &mut State, now: Instant) -> Option<Error> {
-        let Flight { number, call, started: Some(started), by: By::Library, .. } = state.flights.front()? else {
-            return None;
-        };
+        let first = state.flights.front().filter(|first| first.by == By::Library)?;
+        let (Flight { number, call, .. }, started) = (first, first.started()?);
         let culprit = self.library_given_up_by()?;
         if let Called::Part(part) = call
             && part.lateness(self.lane, *number).is_none()
@@ -41,7 +40,7 @@ impl InFlight {
             return None;
         }
         let since = *state.given_up.get_or_insert(now);
-        if now.saturating_duration_since(since.max(*started)) < CUT_TIMEOUT {
+        if now.saturating_duration_since(since.max(started)) < CUT_TIMEOUT {
             return None;
         }
         if let Some((_, error)) = &state.failed {
