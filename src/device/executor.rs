@@ -166,8 +166,6 @@ enum Prepared {
 struct Far {
     segment: Segment,
     programs: Vec<Program>,
-    /// By seat, the blocks that go to the ranks of this host and come from them.
-    near: [Counts; 2],
 }
 
 /// What runs a collective: programs, or a vendor's library.
@@ -410,14 +408,14 @@ impl Executor {
             }
         };
         let signature = Signature { algorithm, ..request.signature };
-        let blocks = match (&request.collective, &run) {
-            (_, Run::Programs(Prepared::Rounds(_, Some(far)), _)) => {
-                Some(Blocks { sent: &far.near[0], received: &far.near[1] })
-            }
-            (Collective::AllToAll { send, recv }, _) => Some(Blocks { sent: send, received: recv }),
+        // The ranks of this host compare what they send each other.
+        let near = match &request.collective {
+            Collective::AllToAll { send, recv } => Some([state.of_this_host(send), state.of_this_host(recv)]),
             _ => None,
         };
-        self.make_room(number, request.timeout, signature, blocks.is_some())?;
+        let blocks = near.as_ref().map(|[sent, received]| Blocks { sent, received });
+        self.make_room(number, request.timeout, signature, blocks.is_some())
+            .inspect_err(|error| self.in_flight.fail_too(number, error))?;
         state.number = number;
         let sequence = state.before + number;
         let work = Work::new(self.in_flight.clone(), ranks.begin(signature, sequence, request.inputs, request.outputs));
@@ -430,9 +428,7 @@ impl Executor {
         });
         if let Err(disagreement) = entered {
             let disagreement = disagreement.named(|rank| self.control.name(rank));
-            let detail = call.disagreement(sequence, self.me, disagreement);
-            let error = Error::Mismatch { operation: signature.to_string(), detail };
-            self.in_flight.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
+            let error = self.in_flight.disagree(number, sequence, call, disagreement);
             self.in_flight.end(&work, Err(error.clone()));
             return Err(error);
         }
@@ -446,7 +442,11 @@ impl Executor {
                 }
                 Run::Vendor(comm, calls) => {
                     let (_, spare) = vendor.as_ref().expect("it runs by one");
-                    let called = LibraryCall { number, call, blocks, comm, spare, calls: &calls.calls };
+                    let all = match &request.collective {
+                        Collective::AllToAll { send, recv } => Some(Blocks { sent: send, received: recv }),
+                        _ => None,
+                    };
+                    let called = LibraryCall { number, call, blocks: all, comm, spare, calls: &calls.calls };
                     let compare = || self.control.none_is_eager(LANE, number);
                     let met = self.in_flight.meet(number, call, compare, request.timeout);
                     met.and_then(|()| self.capture_calls(state, place, &called, request, ranks))
@@ -652,10 +652,14 @@ impl State {
     ) -> Result<Far, StagingTooSmall> {
         let blocks = all_to_all::Blocks { sent, received, element };
         let programs = all_to_all::programs(&self.topo, self.me, blocks, self.network)?;
-        let here = &self.topo.hosts()[self.topo.host_of(self.me)];
-        let near = |counts: &Counts| here.iter().map(|rank| counts[rank.index()]).collect();
         let segment = Segment::whole(collective.clone(), sent.total(), received.total());
-        Ok(Far { segment, programs, near: [near(sent), near(received)] })
+        Ok(Far { segment, programs })
+    }
+
+    /// The counts of the ranks of this host, by their places there.
+    fn of_this_host(&self, counts: &Counts) -> Counts {
+        let here = &self.topo.hosts()[self.topo.host_of(self.me)];
+        here.iter().map(|rank| counts[rank.index()]).collect()
     }
 
     /// Puts all of an operation on the stream.

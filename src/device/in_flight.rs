@@ -567,6 +567,13 @@ impl Watched for InFlight {
         if overdue {
             state.is_stuck = true;
             let abandoned = state.abandon();
+            if matches!(state.halt, Some(Halt::Mismatch)) {
+                // The ranks would go on, and what is on this stream would run into that.
+                let operation = abandoned.first().map(|(flight, _)| flight.call.to_string()).unwrap_or_default();
+                let cause = "its stream has not come to an end since the ranks disagreed".to_owned();
+                let (number, error) = (state.next(), Error::Device { operation, cause });
+                self.give_up(&mut state, number, FailureKind::Driver, self.control.name(me), error);
+            }
             self.tell_of_end(&abandoned);
             ended.extend(abandoned);
             self.is_busy.store(false, Ordering::Relaxed);
@@ -784,6 +791,7 @@ pub(crate) const NAP_MAX: Duration = Duration::from_micros(200);
 pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 mod capture;
+mod disagreement;
 mod elsewhere;
 mod library;
 #[cfg(test)]

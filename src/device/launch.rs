@@ -14,8 +14,8 @@ use crate::device::lower::{DriverCall, Kernel, Location, Program};
 use crate::schedule::{Slice, Space};
 use crate::sync::Arc;
 use crate::sys::cuda::{
-    self, Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Provider, Stream, driver_version,
-    provider,
+    self, Attribute, Beside, Combine, Context, CudaError, Current, DeviceBytes, Provider, Relaxed, Stream,
+    driver_version, provider,
 };
 use crate::types::{DType, ReduceOp};
 
@@ -116,6 +116,8 @@ impl Launcher {
         if self.of(dtype).is_some() {
             return Ok(());
         }
+        // Loading spoils captures of other threads otherwise.
+        let _relaxed = Relaxed::enter()?;
         let loaded = match self.modules.iter().position(|loaded| loaded.module() == module) {
             Some(index) => index,
             None => {

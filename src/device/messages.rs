@@ -193,7 +193,7 @@ impl Messages {
                 meetings = self.meetings_before(&stretches, request, true)?;
             }
             let asked = capture.map(|_| ());
-            self.meet(&meetings, (&asked, in_graph), request, until, peers).inspect_err(|error| {
+            self.meet(&meetings, &asked, request, until, peers).inspect_err(|error| {
                 if let Some(state) = lock(&self.state).as_ref() {
                     self.give_up(state, &stretches, error);
                 }
@@ -271,7 +271,7 @@ impl Messages {
         let messages: Vec<rounds::Message> = messages.map(plain).collect();
         let rounds = state.rings.plan(&messages).map_err(|error| self.refused(first, &error))?;
         for stretch in stretches {
-            self.make_room(state, stretch, request)?;
+            self.make_room(state, stretch, request).inspect_err(|error| self.give_up(state, stretches, error))?;
         }
         let batch = self.enter(state, stretches, request, &rounds, peers)?;
         state.unmet = unmet;
@@ -360,11 +360,14 @@ impl Messages {
         let (lane, link) = (lane(self.own.me, peer, direction), &state.pairs().pair(peer).link);
         let last = state.pairs().end(stretch.channel).number + stretch.messages.len() as u64;
         let Some(earlier) = last.checked_sub(SLOTS as u64).filter(|earlier| *earlier > 0) else { return Ok(()) };
-        let begin = Instant::now();
-        let waited_for = link.in_flight[lane].wait_for(earlier, request.timeout);
+        let (begin, in_flight) = (Instant::now(), &link.in_flight[lane]);
+        let waited_for = in_flight.wait_for(earlier, request.timeout);
         let is_in_time = waited_for.is_ok() && {
             // The other rank makes room only by its own calls, and wakes nobody.
             while !link.control.has_room_for_message(lane, last) && begin.elapsed() < request.timeout {
+                if let Some(error) = in_flight.obstacle(request.messages[stretch.messages[0]], &[peer]) {
+                    return Err(error);
+                }
                 std::thread::sleep(Duration::from_micros(200));
             }
             link.control.has_room_for_message(lane, last)

@@ -508,7 +508,8 @@ impl State {
     ) -> Result<(), CudaError> {
         let AccessRequest { peer, access, buffers, .. } = *request;
         self.take_steps(current, stream, before)?;
-        let own: SmallVec<[DeviceBytes<'_>; 8]> = buffers.iter().filter_map(Buffer::device_bytes).collect();
+        let own = buffers.iter().filter_map(Buffer::device_bytes).filter(|bytes| !bytes.is_empty());
+        let own: SmallVec<[DeviceBytes<'_>; 8]> = own.collect();
         let len: usize = own.iter().map(|bytes| bytes.len()).sum();
         let part = |offset| self.exposed[&request.window].parts[peer.index()].bytes(offset, len).filter(|_| len > 0);
         match access {

@@ -3,6 +3,17 @@
 
 namespace ncclx {
 
+namespace {
+
+// Of operations that have failed, though parts of them may be on this stream: their memory is not given out again before.
+void keep(const DeviceStreams& streams, const c10::Stream& stream, const std::list<Operands>& all) {
+  for (const Operands& operands : all) {
+    for (const at::Tensor& tensor : operands.on_device()) streams.keep(tensor.storage().data_ptr(), stream);
+  }
+}
+
+}  // namespace
+
 std::optional<at::Device> NcclxBackend::device_of_barriers() {
   NcclxError error;
   const auto bound = getBoundDeviceId();
@@ -123,7 +134,11 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
       end->add(handle);
       continue;
     }
-    if (&operands == &all.front()) raise(status, error.text);
+    if (&operands == &all.front()) {
+      // A part of the operation may be on the stream.
+      if (aside) keep(*streams, stream, all);
+      raise(status, error.text);
+    }
     // Earlier operations of the call are on the stream.
     end->fail(exception(status, error.text));
     has_failed = true;
@@ -176,7 +191,10 @@ WorkPtr NcclxBackend::end_of(Batch& batch) {
     const auto comm = this->comm();
     const auto& ops = messages.ops;
     const int32_t status = engine_->submit_batch(comm->get(), ops.data(), ops.size(), &handle, &error);
-    if (status != NCCLX_OK) raise(status, error.text);
+    if (status != NCCLX_OK) {
+      keep(*streams, of_messages, messages.operands);
+      raise(status, error.text);
+    }
     end->add(handle);
     const c10::StreamGuard on_stream(of_messages);
     for (Operands& operands : messages.operands) {

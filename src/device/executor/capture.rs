@@ -2,7 +2,6 @@
 
 use super::request::LibraryCall;
 use super::{CollectiveRequest, Executor, LANE, Prepared, Ranks, State, kernels};
-use crate::device::call_log::{Disagreement, LoggedCall};
 use crate::device::control::FailureKind;
 use crate::device::graph::CaptureSite;
 use crate::device::graph_lane::{CapturedWork, Capturing, Purpose};
@@ -42,7 +41,9 @@ impl Executor {
             .inspect_err(|error| self.in_flight.fail_too(number, error))?;
         match ToldCall::obstacle(&told, self.me) {
             None => {}
-            Some(Obstacle::Disagreement(other)) => return Err(self.disagree(number, state.before, call, other)),
+            Some(Obstacle::Disagreement(other)) => {
+                return Err(self.in_flight.disagree(number, state.before + number, call, other));
+            }
             Some(Obstacle::Number { rank, number: theirs }) => {
                 let detail =
                     format!("rank {rank} calls device collective {theirs}, this rank {}", state.before + number);
@@ -70,14 +71,6 @@ impl Executor {
         })?;
         let submitted = state.graphs.submit_library(place, &LibraryCalls { call: signature, limit, calls });
         submitted.map_err(|error| self.broken(number, signature.to_string(), &error))
-    }
-
-    /// The error of a call that differs from another rank's, which is told to the ranks of this host.
-    fn disagree(&self, number: u64, before: u64, call: LoggedCall, other: Disagreement) -> Error {
-        let detail = call.disagreement(before + number, self.me, other);
-        let error = Error::Mismatch { operation: call.signature().to_string(), detail };
-        self.in_flight.fail(number, FailureKind::Mismatch, other.rank, error.clone());
-        error
     }
 
     /// Puts a collective into a capture. All ranks have called it.

@@ -38,10 +38,7 @@ impl InFlight {
             // Before all have come, too: one call that differs is enough to fail.
             if let Err(disagreement) = compare() {
                 let disagreement = disagreement.named(|rank| self.control.name(rank));
-                let detail = call.disagreement(sequence, self.control.name(self.control.me()), disagreement);
-                let error = Error::Mismatch { operation: signature.to_string(), detail };
-                self.fail(number, FailureKind::Mismatch, disagreement.rank, error.clone());
-                return Err(error);
+                return Err(self.disagree(number, sequence, call, disagreement));
             }
             if missing.is_empty() {
                 return Ok(());
@@ -116,7 +113,7 @@ impl InFlight {
 
 impl State {
     /// The first number that fails where the operations to come do.
-    fn next(&self) -> u64 {
+    pub(super) fn next(&self) -> u64 {
         match (&self.halt, &self.failed) {
             // Ranks could go on after a disagreement, but not after this.
             (Some(Halt::Mismatch), Some((failed, _))) => failed.saturating_sub(1),

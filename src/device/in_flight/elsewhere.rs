@@ -26,8 +26,8 @@ impl InFlight {
         (failure.number <= last).then_some((reporter, failure))
     }
 
-    /// Tells other ranks of the first operation in flight, which has not failed, if it takes long: all of a collective, so that absent ones tell what they do, and
-    /// once those of other hosts, so that they learn what this rank has called.
+    /// Tells other ranks of the first operation in flight, which has not failed, if it takes long: all of a collective, so that absent
+    /// ones tell what they do, and once those of other hosts, so that they learn what this rank has called.
     pub(super) fn tell_of_wait(&self, state: &mut State, now: Instant) {
         let before = state.before;
         let Some(first) = state.flights.front_mut() else { return };

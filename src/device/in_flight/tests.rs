@@ -311,6 +311,21 @@ fn what_never_ends_is_given_up_in_its_time_though_a_later_one_has_failed() {
 }
 
 #[test]
+fn ranks_that_disagreed_do_not_go_on_where_a_stream_has_not_come_to_its_end() {
+    let [side, other] = sides();
+    let (first, now) = (side.begin(1, LONG), Instant::now());
+    let disagreed = Error::Mismatch { operation: String::new(), detail: "they disagree".to_owned() };
+    side.in_flight.fail(1, FailureKind::Mismatch, Rank(1), disagreed);
+    assert_eq!(side.in_flight.tick(now), Look::Soon);
+    assert!(matches!(side.in_flight.halt(), Some(Halt::Mismatch)));
+    assert_eq!(side.in_flight.tick(now + 2 * DRAIN_TIMEOUT), Look::Never);
+    assert!(matches!(first.result(), Some(Err(Error::Mismatch { .. }))) && side.in_flight.is_stuck());
+    assert!(matches!(side.in_flight.halt(), Some(Halt::Failed(Error::Device { .. }))));
+    let told = other.control.failure_of(Rank(0), LANE).expect("it is told");
+    assert_eq!((told.number, told.kind), (0, FailureKind::Driver));
+}
+
+#[test]
 fn what_comes_after_a_release_has_its_own_time_to_run_out() {
     let [side, _] = sides();
     let (first, now) = (side.begin(1, LONG), Instant::now());

@@ -75,7 +75,7 @@ impl Messages {
     pub(super) fn meet(
         &self,
         meetings: &[Meeting],
-        asked: (&Asked, bool),
+        asked: &Asked,
         request: &BatchRequest<'_>,
         until: Instant,
         peers: &dyn Peers,
@@ -102,15 +102,15 @@ impl Messages {
     fn meet_one(
         &self,
         meeting: Meeting,
-        (asked, in_graph): (&Asked, bool),
+        asked: &Asked,
         request: &BatchRequest<'_>,
         until: Instant,
         peers: &dyn Peers,
     ) -> Result<(), Error> {
         let (Meeting::SetUp(peer, _) | Meeting::Anew((peer, _))) = meeting;
         let message = request.messages.iter().find(|message| message.peer == peer).expect("it has one");
-        // Without this, the setup's allocations spoil the capture.
-        let relaxed = in_graph.then(Relaxed::enter).transpose();
+        // Without this, the setup's allocations spoil the capture, this thread's or another one's.
+        let relaxed = Relaxed::enter();
         let asked = asked.clone().and(relaxed.as_ref().map(|_| ()).map_err(Clone::clone));
         match meeting {
             Meeting::SetUp(peer, shared) => self.set_up(peer, shared, &asked, message, until, peers),
