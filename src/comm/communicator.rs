@@ -109,8 +109,6 @@ pub struct Communicator {
     /// None when this rank has left.
     claim: Mutex<Option<Claim>>,
     pub(super) inherited: Inherited,
-    /// How many records of splits this rank has not waited for any longer, by the rank that sends them. Later splits get them first.
-    pub(super) missed_records: Mutex<BTreeMap<Rank, usize>>,
 }
 
 /// What a communicator made by `split` inherits from this one.
@@ -152,11 +150,14 @@ impl Communicator {
         let thread = DetectorThread::of_process().map_err(|cause| os("the watch for lost ranks", cause))?;
         let (mut transports, mut detector_transports) = (Transports::default(), Transports::default());
         let host = store.rendezvous_host();
-        let manner = Manner::of(&config, &bootstrap::host_id(&config))?;
+        // What fails here is told to the ranks that this one meets.
+        let manner = Manner::of(&config, &bootstrap::host_id(&config));
         let has_shm = config.transport.has_shm() && config.transport.has_others_than_ucx();
         let mut claim = Claim::new(size - 1, config.tcp_streams.get());
-        let shared = claim.shares(config.shared_streams, &name).then(|| manner.key());
+        let shares = claim.shares(config.shared_streams, &name);
+        let shared = manner.as_ref().ok().filter(|_| shares).map(Manner::key);
         let open = |keys: &Keys| -> Result<BTreeMap<String, Vec<u8>>, InitError> {
+            manner.as_ref().map_err(InitError::clone)?;
             let identity = Identity { comm: keys.comm_id, me: rank, size, secret: keys.secret };
             let open = |poller: &Poller, purpose| {
                 let manner = shared.as_deref();
@@ -174,8 +175,9 @@ impl Communicator {
             }
             Ok(addresses)
         };
-        let Bootstrap { ranks, comm_id, secret, tuning, scratch_bytes } =
-            bootstrap::join(&name, rank, size, store, &config, open)?;
+        let joined = bootstrap::join(&name, rank, size, store, &config, open);
+        let manner = manner?;
+        let Bootstrap { ranks, comm_id, secret, tuning, scratch_bytes } = joined?;
         Transports::check(&name, &ranks)?;
         config.algorithm = ranks[0].common.algorithm.clone();
         let hosts: Vec<&str> = ranks.iter().map(|info| &*info.host_id).collect();
@@ -273,7 +275,6 @@ impl Communicator {
             detector,
             claim: Mutex::new(Some(claim)),
             inherited,
-            missed_records: Mutex::default(),
         })
     }
 
@@ -474,7 +475,7 @@ impl Communicator {
         let name = op.kind.name();
         check::peer(op, argument, peer, self.place.size)?;
         let mut copies = None;
-        let begun = self.enter(op, |engine, driver| {
+        let (begun, left) = self.begin_entered(op, |engine, driver| {
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(name, window))?;
             check::access(name, known, Memory::Host, peer, access.range())?;
             let entry = engine.begin(access.call(peer, window), access.bytes());
@@ -503,6 +504,8 @@ impl Communicator {
             self.driver.with_engine(|engine| engine.windows.copy_ends(window));
             self.driver.end(&work, Ok(()));
         }
+        // After the copy, for which an abort waits: callbacks may abort.
+        self.hand_over(left);
         Ok(begun)
     }
 
@@ -513,16 +516,25 @@ impl Communicator {
         op: &Op,
         begin: impl FnOnce(&mut Engine, &Arc<Driver>) -> Result<Submitted, Error>,
     ) -> Result<Submitted, Error> {
-        if !self.driver.is_here() {
-            return Err(self.driver.forked_error(op.kind.name()));
-        }
-        let (begun, left) = self.driver.with_engine(|engine| {
+        let (begun, left) = self.begin_entered(op, begin)?;
+        self.hand_over(left);
+        Ok(begun)
+    }
+
+    /// As [`enter`](Communicator::enter), without handing over what is left.
+    fn begin_entered(
+        &self,
+        op: &Op,
+        begin: impl FnOnce(&mut Engine, &Arc<Driver>) -> Result<Submitted, Error>,
+    ) -> Result<(Submitted, Option<Left>), Error> {
+        self.driver.check_here(op.kind.name())?;
+        self.driver.with_engine(|engine| {
             engine.check_open(op.kind.name())?;
             let begun = begin(engine, &self.driver)?;
             let Submitted::Pending(work) = &begun else {
                 // Nobody waits for it any more, also if a transport has bytes of it that have not left.
                 let needs_progress = engine.context.endpoints.holds_bytes();
-                return Ok::<_, Error>((begun, needs_progress.then(|| (Finished::new(), true))));
+                return Ok((begun, needs_progress.then(|| Left { finished: Finished::new(), needs_progress })));
             };
             engine.write_due_dump();
             if op.mode == Mode::Async {
@@ -532,21 +544,25 @@ impl Communicator {
                     }
                 }
             }
-            // Also if the work itself is done: its bytes may wait in a stream that the peer has not accepted yet.
-            let needs_progress = op.mode == Mode::Async && engine.is_busy();
+            // Also if the work itself is done: its bytes may wait in a stream that the peer has not accepted yet. Whoever waits for a
+            // work that is not done makes progress.
+            let holds_bytes = || work.is_done() && engine.context.endpoints.is_busy();
+            let needs_progress = if op.mode == Mode::Async { engine.is_busy() } else { holds_bytes() };
             let mut finished = engine.take_finished();
             // The caller does not have this one yet.
             finished.retain(|other| !other.is(work));
-            Ok((begun, Some((finished, needs_progress))))
-        })?;
-        let Some((finished, needs_progress)) = left else { return Ok(begun) };
+            Ok((begun, Some(Left { finished, needs_progress })))
+        })
+    }
+
+    fn hand_over(&self, left: Option<Left>) {
+        let Some(Left { finished, needs_progress }) = left else { return };
         // This caller may never wait, so the waiters of operations that have completed in this call are notified here.
         self.driver.tell(finished);
         if needs_progress {
             // Its memory is in use: whoever waits for it makes progress also without the thread.
             self.driver.want_progress_thread();
         }
-        Ok(begun)
     }
 
     /// Sets the numbers of this communicator's ranks in the job, which the flight recorder writes. The recorder writes this
@@ -582,8 +598,9 @@ impl Communicator {
     }
 
     /// Ends every operation in flight on this rank with an error that gives `reason`. The other ranks are told that this rank
-    /// has left; their operations that need it fail. Idempotent; callable while other threads wait. In a forked child it does
-    /// nothing, like [`Communicator::shutdown`] and drop.
+    /// has left; their operations that need it fail. Idempotent; callable while other threads wait. Copies that other threads make
+    /// to or from parts of windows by themselves are waited for. In a forked child it does nothing, like
+    /// [`Communicator::shutdown`] and drop.
     pub fn abort(&self, reason: &str) {
         if !self.driver.is_here() {
             return;
@@ -658,7 +675,16 @@ impl Communicator {
             (Some(detector), None) => detector.say_goodbye(Duration::ZERO),
             (None, _) => {}
         }
+        // Their memory may go from here on.
+        self.await_copies();
     }
+}
+
+/// What a call has left to do once the engine's lock is free.
+struct Left {
+    /// Other operations, which have ended in it.
+    finished: Finished,
+    needs_progress: bool,
 }
 
 impl Drop for Communicator {

@@ -184,7 +184,7 @@ impl DeviceSide {
     /// Sets up what operations on a device need, with all ranks.
     pub(super) fn prepare(&self, group: &impl Group, device: u32, timeout: Duration) -> Result<(), Error> {
         let operation = "prepare_device";
-        check_open(group, operation)?;
+        group.driver().check_open(operation)?;
         if self.goes_through_host() {
             return Ok(());
         }
@@ -217,7 +217,7 @@ impl DeviceSide {
             OpKind::AllGatherPersistent { window } => (check::into_window(op, window, group.place())?, Some(window)),
             _ => (check::collective(op, None, group.place())?, None),
         };
-        check_open(group, op.kind.name())?;
+        group.driver().check_open(op.kind.name())?;
         let executor = self.executor(group, op.kind.name(), stream.device(), timeout)?;
         if let Some(window) = window {
             let known = group.driver().with_engine(|engine| engine.windows.window(window).cloned());
@@ -253,7 +253,7 @@ impl DeviceSide {
             return Err(driver.forked_error(operation));
         }
         let messages: Vec<Message<'_>> = ops.iter().map(|op| message(op, group.place())).collect::<Result<_, _>>()?;
-        check_open(group, operation)?;
+        group.driver().check_open(operation)?;
         if let Some(executor) = self.executor.get() {
             own_device(executor.device(), operation, stream.device())?;
         }
@@ -298,7 +298,7 @@ impl DeviceSide {
                     let executor = Arc::new(executor);
                     _ = self.executor.set(executor.clone());
                     // If this rank has left meanwhile, nobody else gives up what the other ranks wait for.
-                    check_open(group, operation).inspect_err(|error| {
+                    group.driver().check_open(operation).inspect_err(|error| {
                         executor.leave(error.clone());
                         executor.close(Regions::default(), Leaving::AfterFailure);
                     })?;
@@ -399,14 +399,6 @@ impl DeviceSide {
         }
         Ok(Some(begun))
     }
-}
-
-pub(super) fn check_open(group: &impl Group, operation: &str) -> Result<(), Error> {
-    let driver = group.driver();
-    if !driver.is_here() {
-        return Err(driver.forked_error(operation));
-    }
-    driver.with_engine(|engine| engine.check_open(operation))
 }
 
 /// The message that an operation calls, if it is valid.

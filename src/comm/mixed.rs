@@ -144,7 +144,7 @@ impl Communicator {
         let failed = |error| Refusal::Failed(device_error(operation)(error));
         // One after the other: they share the communicator of the library and the memory for what goes to other groups.
         let mut turn = lock(&called.member.turn);
-        self.driver.with_engine(|engine| engine.check_open(operation))?;
+        self.driver.check_open(operation)?;
         let outcome = (|| {
             // These calls spoil captures of other threads otherwise.
             let relaxed = Relaxed::enter().map_err(failed)?;

@@ -33,8 +33,7 @@ impl Communicator {
     /// happens. `owner` keeps the memory, and is dropped when it is no longer registered.
     pub fn register_memory(&self, memory: Buffer, owner: Box<dyn Send + Sync>) -> Result<(), Error> {
         let operation = "register_memory";
-        self.check_here(operation)?;
-        self.driver.with_engine(|engine| engine.check_open(operation))?;
+        self.driver.check_open(operation)?;
         check::lengths(operation, "memory", &[memory])?;
         self.device.lend(operation, memory, owner)
     }
@@ -43,12 +42,8 @@ impl Communicator {
     /// that is not registered is passed over.
     pub fn deregister_memory(&self, memory: Buffer) -> Result<(), Error> {
         let operation = "deregister_memory";
-        self.check_here(operation)?;
+        self.driver.check_here(operation)?;
         self.device.give_back(operation, memory)
-    }
-
-    fn check_here(&self, operation: &str) -> Result<(), Error> {
-        if self.driver.is_here() { Ok(()) } else { Err(self.driver.forked_error(operation)) }
     }
 
     /// As [`submit`](Communicator::submit) of a reduction by [`ReduceOp::PreMulSum`] in [`Mode::Stream`], but its factor is one

@@ -9,6 +9,7 @@ use signal_hook::iterator::Signals;
 
 use crate::engine::driver::Driver;
 use crate::engine::heartbeat::InFlight;
+use crate::engine::progress::Engine;
 use crate::sync::{Arc, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 
@@ -28,7 +29,9 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
         let mut signals = Signals::new([signal])?;
         let listen = move || {
             for _ in signals.forever() {
-                drivers().iter().for_each(|driver| driver.with_engine(|engine| engine.dump_configured("a signal")));
+                // One that has left knows nothing more of its peers than when it did.
+                let dump = |engine: &mut Engine| engine.closed().is_none().then(|| engine.dump_configured("a signal"));
+                drivers().iter().for_each(|driver| _ = driver.with_engine(dump));
             }
         };
         std::thread::Builder::new().name("ncclx_rs_signal".to_owned()).spawn(listen)?;

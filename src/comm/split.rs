@@ -1,6 +1,5 @@
 //! A communicator made of some ranks of another. They bootstrap through the parent, so no store is needed.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::bootstrap::ROOT_KEY;
@@ -8,7 +7,6 @@ use super::communicator::Communicator;
 use super::store::Store;
 use crate::device::vendor::part::Part;
 use crate::error::{Error, UsageError};
-use crate::sync::lock;
 use crate::types::{Rank, Source, Tag};
 
 /// The size limit of the value that ranks exchange.
@@ -44,17 +42,10 @@ impl Communicator {
     /// ```
     pub fn split(&self, ranks: &[Rank], name: &str) -> Result<Communicator, Error> {
         let own = self.rank_among(ranks)?;
-        let parent = Parent { comm: self, ranks, has_asked: AtomicBool::new(false) };
+        let parent = Parent { comm: self, ranks };
         let timeout = Some(self.timeout());
-        let part = Communicator::bootstrap_with(
-            name.to_owned(),
-            own,
-            ranks.len(),
-            &parent,
-            timeout,
-            self.inherited.hints.clone(),
-        )
-        .inspect_err(|_| parent.gives_up(own))?;
+        let hints = self.inherited.hints.clone();
+        let part = Communicator::bootstrap_with(name.to_owned(), own, ranks.len(), &parent, timeout, hints)?;
         part.set_members(
             self.driver.with_engine(|engine| ranks.iter().map(|rank| engine.members[rank.index()]).collect()),
         );
@@ -128,22 +119,6 @@ pub struct LibraryPart(Part);
 struct Parent<'a> {
     comm: &'a Communicator,
     ranks: &'a [Rank],
-    /// Whether this rank has asked for what the first one sends.
-    has_asked: AtomicBool,
-}
-
-impl Parent<'_> {
-    /// What is sent to this rank is for a split that has failed here, before it asked.
-    fn gives_up(&self, own: Rank) {
-        if own != Rank(0) && !self.has_asked.load(Ordering::Relaxed) {
-            self.misses();
-        }
-    }
-
-    /// A record will come that is not of the split for which it is read.
-    fn misses(&self) {
-        *lock(&self.comm.missed_records).entry(self.ranks[0]).or_default() += 1;
-    }
 }
 
 impl Store for Parent<'_> {
@@ -159,16 +134,10 @@ impl Store for Parent<'_> {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
         debug_assert_eq!(key, ROOT_KEY);
-        self.has_asked.store(true, Ordering::Relaxed);
         let hear =
             |data: &mut [u8]| self.comm.recv_within(data, Source::Rank(self.ranks[0]), Tag::SPLIT, Some(timeout));
         let mut length = [0; 4];
-        hear(&mut length).map_err(|error| {
-            if matches!(error, Error::Timeout { .. }) {
-                self.misses();
-            }
-            error.to_string()
-        })?;
+        hear(&mut length).map_err(|error| error.to_string())?;
         let length = u32::from_le_bytes(length) as usize;
         if length > VALUE_BYTES_MAX {
             return Err(format!("rank {} announces {length} bytes, more than {VALUE_BYTES_MAX}", self.ranks[0]));
@@ -178,17 +147,9 @@ impl Store for Parent<'_> {
         Ok(value)
     }
 
-    /// What is set is sent at once.
+    /// What is set is sent at once. What a rank has not got in time comes first at its next split.
     fn keeps_values(&self) -> bool {
         false
-    }
-
-    fn skip_earlier_value(&self) -> bool {
-        let mut missed = lock(&self.comm.missed_records);
-        let count = missed.entry(self.ranks[0]).or_default();
-        let has = *count > 0;
-        *count -= usize::from(has);
-        has
     }
 
     fn rendezvous_host(&self) -> Option<String> {

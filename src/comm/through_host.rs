@@ -46,7 +46,7 @@ impl Communicator {
         for op in ops {
             self.check_through_host(op)?;
         }
-        self.driver.with_engine(|engine| engine.check_open(operation))?;
+        self.driver.check_open(operation)?;
         let (mut copies, ops) = match self.copied(ops, stream) {
             Ok(copied) => copied,
             Err(Refusal::Captured) => return Err(self.in_a_graph(operation)),
@@ -124,7 +124,7 @@ impl Communicator {
     pub(super) fn wait_for(&self, stream: &Stream, operation: &str, limit: Duration) -> Result<(), Error> {
         let begin = Instant::now();
         while !stream.is_done().map_err(device_error(operation))? {
-            self.driver.with_engine(|engine| engine.check_open(operation))?;
+            self.driver.check_open(operation)?;
             let waited = begin.elapsed();
             if waited >= limit {
                 let detail = "earlier work on its stream has not ended, so that it has not begun".to_owned();

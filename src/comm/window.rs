@@ -1,12 +1,14 @@
 //! Windows of a communicator: all ranks register and deregister them together; each rank accesses them on its own.
 
 use std::io;
+use std::time::Instant;
 
 use smallvec::smallvec;
 
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check;
 use crate::comm::communicator::Communicator;
+use crate::deadline::nap;
 use crate::engine::driver::Driver;
 use crate::engine::region::{Region, Words};
 use crate::engine::remote_reads::Remote;
@@ -26,6 +28,7 @@ impl Communicator {
     /// Memory of a CUDA device must be such as other processes can map: that of [`allocator`](crate::device::allocator), for
     /// example. What streams do with it before is not waited for.
     pub fn window_register(&self, memory: Buffer) -> Result<Window, Error> {
+        self.driver.check_here(REGISTER)?;
         check::lengths(REGISTER, "memory", &[memory])?;
         let (region, place) = match memory.memory() {
             Memory::Host => (Region::of(&[memory]), 0),
@@ -84,6 +87,7 @@ impl Communicator {
     /// end that first, which concerns no other memory. After an error, a rank whose get is still under way through UCX's `cma` may
     /// get what the memory is used for then.
     pub fn window_deregister(&self, window: WindowId) -> Result<(), Error> {
+        self.driver.check_here(DEREGISTER)?;
         let known = self.driver.with_engine(|engine| match engine.closed() {
             Some(how) => Err(engine.closed_error(DEREGISTER, how)),
             None => engine
@@ -92,7 +96,8 @@ impl Communicator {
                 .map(|_| ())
                 .ok_or_else(|| check::unknown_window(DEREGISTER, window).into()),
         });
-        known?;
+        // Where another thread aborts, its memory may go once this returns.
+        known.inspect_err(|_| self.await_copies())?;
         let is_left = |driver: &Driver| driver.with_engine(|engine| !engine.windows.accesses_parts(window));
         self.driver.drive_until(is_left, None);
         let settled = self.device.settle_window(window, self.timeout());
@@ -119,6 +124,7 @@ impl Communicator {
     /// # Errors
     /// As those of [`OpKind::Flush`](crate::OpKind::Flush).
     pub fn window_flush_all(&self, window: WindowId) -> Result<(), Error> {
+        self.driver.check_here(FLUSH)?;
         let flushes: Result<Vec<_>, Error> = self
             .driver
             .with_engine(|engine| engine.windows.unflushed(window))
@@ -177,6 +183,7 @@ impl Communicator {
     /// The window is not registered, or there is no such rank.
     pub fn window_get_path(&self, window: WindowId, rank: Rank) -> Result<GetPath, Error> {
         check::one_of(GET_PATH, "rank", rank, self.size())?;
+        self.driver.check_here(GET_PATH)?;
         let (memory, path) = self.driver.with_engine(|engine| {
             engine.check_open(GET_PATH)?;
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(GET_PATH, window))?;
@@ -210,6 +217,7 @@ impl Communicator {
 
     /// The window, if it is registered and lies in such memory.
     fn check_window(&self, operation: &'static str, window: WindowId, memory: Memory) -> Result<Window, Error> {
+        self.driver.check_here(operation)?;
         self.driver.with_engine(|engine| {
             engine.check_open(operation)?;
             let known = engine.windows.window(window).ok_or_else(|| check::unknown_window(operation, window))?;
@@ -272,6 +280,14 @@ impl Communicator {
         Ok(Window::new(id, sizes, places.collect(), memory.memory()))
     }
 
+    /// Waits for what threads of this rank copy to and from parts of windows by themselves: each is one copy, which nothing holds up.
+    pub(super) fn await_copies(&self) {
+        let begin = Instant::now();
+        while self.driver.with_engine(|engine| engine.windows.has_copies()) {
+            nap(begin.elapsed());
+        }
+    }
+
     fn window_barrier(&self, kind: CollectiveKind) -> Result<(), Error> {
         let op = Op {
             kind: OpKind::Barrier,
@@ -299,6 +315,8 @@ const KEY_WORDS: usize = 7;
 const KEY_WORDS_MAX: usize = 512;
 
 const REGISTER: &str = CollectiveKind::WindowRegister.name();
+
+const FLUSH: &str = "flush";
 
 const FENCE: &str = CollectiveKind::WindowFence.name();
 

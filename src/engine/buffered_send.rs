@@ -150,7 +150,7 @@ const HELD_BYTES_MAX: usize = 1 << 30;
 mod tests {
     use super::*;
     use crate::engine::body::PIECE_BYTES;
-    use crate::engine::frame::{FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
+    use crate::engine::frame::{End, FRAGMENT_BYTES, FrameKind, Header, MatchSpace};
     use crate::engine::message::{Direction, MessageRequest};
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Region;
@@ -225,6 +225,20 @@ mod tests {
             assert!(whole.into_iter().all(|(sent, expected)| *sent == expected));
             assert_eq!((held(&harness), words.get()), (0, [4].as_slice()));
         }
+    }
+
+    #[test]
+    fn a_copy_that_its_receiver_refuses_is_given_back() {
+        let (mut harness, mut words) = (harness(), words(3));
+        let work = send(&mut harness, &mut words);
+        wait(&mut harness);
+        (0..=LEN.div_ceil(PIECE_BYTES)).for_each(|_| _ = harness.engine.progress(false));
+        assert_eq!((work.result(), held(&harness)), (Some(Ok(())), LEN));
+        let index = End::Receiver as u32;
+        let refusal = Header::control(FrameKind::Fail, MatchSpace::PointToPoint, 0, 0, 5);
+        harness.send(&[&*Header { index, ..refusal }.encode(), b"vague"].concat());
+        assert_eq!(held(&harness), 0);
+        assert!(harness.engine.context.rndv.is_idle(), "nothing is in flight");
     }
 
     #[test]

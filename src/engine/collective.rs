@@ -413,11 +413,14 @@ impl Collectives {
                     self.step_done(sequence, step);
                 }
             }
-            Some((_, Unexpected::Rts(rts))) => {
-                if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
-                    self.receive(ctx, from, rts, buffer);
+            Some((_, Unexpected::Rts(rts))) => match ctx.lost(from) {
+                Some(cause) => self.suspect(ctx, from, cause),
+                None => {
+                    if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
+                        self.receive(ctx, from, rts, buffer);
+                    }
                 }
-            }
+            },
             None => {
                 ctx.endpoints.expect(from);
                 match ctx.lost(from) {

@@ -209,6 +209,17 @@ impl Driver {
         self.origin.is_here()
     }
 
+    /// Refuses an operation that cannot be submitted any more, or that a forked child submits.
+    pub(crate) fn check_open(&self, operation: &str) -> Result<(), Error> {
+        self.check_here(operation)?;
+        self.with_engine(|engine| engine.check_open(operation))
+    }
+
+    /// Refuses an operation in a forked child, where the engine's lock may be held for ever, and streams are the parent's.
+    pub(crate) fn check_here(&self, operation: &str) -> Result<(), Error> {
+        if self.is_here() { Ok(()) } else { Err(self.forked_error(operation)) }
+    }
+
     /// The error of using it in a forked child.
     pub(crate) fn forked_error(&self, operation: &str) -> Error {
         let how = "made by this process's parent, before the fork".to_owned();
@@ -311,10 +322,11 @@ impl Driver {
         if !self.become_owner(done, deadline) {
             return;
         }
-        while !done(self) && deadline.is_none_or(|deadline| Instant::now() < deadline) {
+        let is_in_time = || deadline.is_none_or(|deadline| Instant::now() < deadline);
+        while !done(self) && is_in_time() {
             self.sleep(deadline, || done(self));
             if self.step(true) {
-                while !done(self) && self.step(false) {}
+                while !done(self) && is_in_time() && self.step(false) {}
             }
         }
         lock(&self.ownership).is_owned = false;

@@ -614,6 +614,8 @@ impl Engine {
                 match ctx.rndv.op_of_token(from, header.token, by) {
                     Some(OpId::Message(id)) => self.messages.failed_elsewhere(ctx, id, from, by, text),
                     Some(OpId::RmaOp(id)) => self.windows.failed_elsewhere(ctx, id, &text),
+                    // Its sender has gone on with a copy.
+                    Some(OpId::Protocol) if by == End::Receiver => ctx.rndv.drop_send(from, header.token),
                     _ => {}
                 }
             }

@@ -314,11 +314,14 @@ impl Relay {
                     self.received(number);
                 }
             }
-            Some((_, Unexpected::Rts(rts))) => {
-                if let Some(buffer) = self.buffer(ctx, number, from, rts.len) {
-                    ctx.receive(from, rts, MatchSpace::Device, buffer);
+            Some((_, Unexpected::Rts(rts))) => match ctx.lost(from) {
+                Some(cause) => self.suspect(from, cause),
+                None => {
+                    if let Some(buffer) = self.buffer(ctx, number, from, rts.len) {
+                        ctx.receive(from, rts, MatchSpace::Device, buffer);
+                    }
                 }
-            }
+            },
             None => {
                 self.posted.insert(key, number);
                 ctx.endpoints.expect(from);

@@ -1,7 +1,7 @@
 //! Gets that this rank reads in the target's memory by itself, piece by piece, where a transport can (UCX: `ucp_get_nbx`).
 //!
 //! A piece lands in the transport's memory and is copied from there. So a get may end before its pieces do: what comes for one that is
-//! gone is dropped. Where a piece fails, its whole get is handed back, to go by a frame.
+//! gone is taken from the transport and dropped. Where a piece fails, its whole get is handed back, to go by a frame.
 
 use std::collections::HashMap;
 
@@ -40,9 +40,10 @@ struct Reading {
     has_failed: bool,
 }
 
-/// A piece under way: of which get, where in it, and how long.
+/// A piece under way: of which get, of which rank, where in it, and how long.
 struct Piece {
     id: u64,
+    peer: Rank,
     at: usize,
     len: usize,
 }
@@ -59,7 +60,7 @@ pub(crate) enum ReadEnd {
 #[derive(Default)]
 pub(crate) struct RemoteReads {
     list: Vec<Reading>,
-    /// By their tokens.
+    /// By their tokens; also those of gets that have ended.
     pieces: HashMap<u64, Piece>,
     next: u64,
     /// How many gets were read, of each rank.
@@ -67,8 +68,9 @@ pub(crate) struct RemoteReads {
 }
 
 impl RemoteReads {
+    /// Whether nothing is under way at the transport.
     pub(crate) fn is_empty(&self) -> bool {
-        self.list.is_empty()
+        self.list.is_empty() && self.pieces.is_empty()
     }
 
     /// Begins to read, if its first piece can be asked for; otherwise hands it back.
@@ -76,7 +78,6 @@ impl RemoteReads {
         let mut reading = Reading { read, begun: 0, came: 0, has_failed: false };
         self.ask(endpoints, &mut reading);
         if reading.has_failed {
-            self.forget_pieces(reading.read.id);
             return Err(reading.read);
         }
         self.list.push(reading);
@@ -91,7 +92,7 @@ impl RemoteReads {
             let address = remote.address.wrapping_add((offset + reading.begun) as u64);
             match endpoints.begin_read(*peer, self.next, RemoteMemory { address, len, key: &remote.key }) {
                 Read::Begun => {
-                    self.pieces.insert(self.next, Piece { id: *id, at: reading.begun, len });
+                    self.pieces.insert(self.next, Piece { id: *id, peer: *peer, at: reading.begun, len });
                     self.next += 1;
                     reading.begun += len;
                 }
@@ -106,7 +107,7 @@ impl RemoteReads {
         let RemoteReads { list, pieces, .. } = self;
         let mut moved = false;
         endpoints.take_reads(&mut |token, result| {
-            let Some(Piece { id, at, len }) = pieces.remove(&token) else { return };
+            let Some(Piece { id, at, len, .. }) = pieces.remove(&token) else { return };
             let Some(reading) = list.iter_mut().find(|reading| reading.read.id == id) else { return };
             moved = true;
             match result {
@@ -121,7 +122,6 @@ impl RemoteReads {
         list.iter_mut().for_each(|reading| self.ask(endpoints, reading));
         for reading in list {
             if reading.has_failed {
-                self.forget_pieces(reading.read.id);
                 ended.push(ReadEnd::Unreadable(reading.read));
             } else if reading.came == reading.read.into.len() {
                 *self.counts.entry(reading.read.peer).or_default() += 1;
@@ -140,12 +140,12 @@ impl RemoteReads {
 
     /// Gives a get up, if it is being read.
     pub(crate) fn cancel(&mut self, id: u64) {
-        self.forget_pieces(id);
         self.list.retain(|reading| reading.read.id != id);
     }
 
-    fn forget_pieces(&mut self, id: u64) {
-        self.pieces.retain(|_, piece| piece.id != id);
+    /// Forgets what was asked of a rank that is lost: its transport says no more of it.
+    pub(crate) fn lose(&mut self, peer: Rank) {
+        self.pieces.retain(|_, piece| piece.peer != peer);
     }
 }
 

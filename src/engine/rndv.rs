@@ -211,6 +211,11 @@ impl Rendezvous {
         Some(completion)
     }
 
+    /// Forgets a message, which `to` does not take.
+    pub(crate) fn drop_send(&mut self, to: Rank, token: u64) {
+        drop(self.take_pending_send(to, token));
+    }
+
     /// `from` has a buffer for a message of this rank.
     pub(crate) fn rtr_arrives(&mut self, endpoints: &mut Endpoints, from: Rank, rtr: Header) {
         match self.take_pending_send(from, rtr.token) {

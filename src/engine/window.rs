@@ -222,6 +222,11 @@ impl Windows {
         }
     }
 
+    /// Whether callers copy to or from parts of any window by themselves.
+    pub(crate) fn has_copies(&self) -> bool {
+        !self.copies.is_empty()
+    }
+
     /// The ranks to whose parts of `window` this rank has put something that no flush was answered for.
     pub(crate) fn unflushed(&self, window: WindowId) -> Vec<Rank> {
         let all = (window, Rank(0))..=(window, Rank(u32::MAX));
@@ -645,6 +650,7 @@ impl Windows {
             self.fail_lost(ctx, id, cause.to_owned());
         }
         self.flows.remove(&peer);
+        self.reads.lose(peer);
     }
 
     pub(crate) fn end(&mut self, ctx: &mut OpContext, error: &dyn Fn(String) -> Error) {

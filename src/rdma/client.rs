@@ -292,9 +292,18 @@ impl Progress {
         self.sleep()?;
         self.take_posted()?;
         let broken = |error: io::Error| End::Broken(error.to_string());
-        while self.receive().map_err(broken)? {}
+        // What is left wakes again: time limits and a close are looked at between.
+        for _ in 0..TURN_CALLS {
+            if !self.receive().map_err(broken)? {
+                break;
+            }
+        }
         self.progress_ucx().map_err(broken)?;
-        while self.send().map_err(broken)? {}
+        for _ in 0..TURN_CALLS {
+            if !self.send().map_err(broken)? {
+                break;
+            }
+        }
         self.read_directly();
         let now = Instant::now();
         if self.next_deadline.is_none_or(|next| now < next) {
@@ -657,6 +666,9 @@ const HERE_SPANS: usize = 64;
 
 /// How much the thread copies before it looks at requests and limits again.
 const TURN_BYTES: usize = 4 << 20;
+
+/// How often a turn reads from or writes to the socket, which takes some hundred kilobytes at once.
+const TURN_CALLS: usize = 64;
 
 /// As many bytes are copied while a span is begun and ended.
 const SPAN_COST: usize = 16 << 10;

@@ -226,7 +226,7 @@ struct Serving<'a> {
 /// Bytes that stay where they are, also when they are deregistered, until the peer does not read them any more.
 struct Exposed {
     /// Before the bytes, so that it ends first.
-    _registered: Arc<RegisteredMemory>,
+    registered: Arc<RegisteredMemory>,
     _bytes: Arc<LentBytes>,
 }
 
@@ -371,15 +371,18 @@ impl Serving<'_> {
             Ok(bytes) => bytes,
             Err(refusal) => return Ok(Err(refusal.into())),
         };
-        let registered = match RegisteredMemory::of(context, &bytes) {
-            Ok(registered) => registered,
-            Err(error) => return Ok(Err(Refused::Because(error.to_string()))),
+        // Reads of one range at a time go by one registration: that of a later one could be another, if the program ends its own
+        // meanwhile.
+        let (count, exposed) = match self.exposed.entry((remote.key, remote.address, remote.len)) {
+            Entry::Occupied(exposed) => exposed.into_mut(),
+            Entry::Vacant(place) => match RegisteredMemory::of(context, &bytes) {
+                Ok(registered) => place.insert((0, Exposed { registered, _bytes: bytes })),
+                Err(error) => return Ok(Err(Refused::Because(error.to_string()))),
+            },
         };
-        let key = registered.key().to_vec();
+        *count += 1;
+        let key = exposed.registered.key().to_vec();
         ucx::check_packed("a key", &key)?;
-        let exposed = Exposed { _registered: registered, _bytes: bytes };
-        let place = (remote.key, remote.address, remote.len);
-        self.exposed.entry(place).or_insert((0, exposed)).0 += 1;
         let reads: usize = self.exposed.values().map(|(count, _)| count).sum();
         if reads > READS_MAX { Err(stray("more reads at once than it may")) } else { Ok(Ok(key)) }
     }

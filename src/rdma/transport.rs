@@ -157,13 +157,16 @@ impl Transport {
             }
         }
         let deadline = Instant::now().checked_add(timeout).unwrap_or_else(|| Instant::now() + DAY);
-        let started = self.reach(&address, deadline).and_then(|(wire, ucx)| {
+        let mut started = self.reach(&address, deadline).and_then(|(wire, ucx)| {
             Client::start(wire, ucx, address.name(), self.config.single_copy_bytes > 0)
                 .map_err(|cause| os("connect", &cause))
         });
         let mut state = lock(&self.state);
         if let Peer::Closed = state.client {
-            // A client is stopped by its drop.
+            drop(state);
+            if let Ok(client) = &mut started {
+                client.stop();
+            }
             let cause = "the transport was closed meanwhile".to_owned();
             return Err(RdmaError::NotConnected { operation: "connect", cause });
         }

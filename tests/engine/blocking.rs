@@ -331,6 +331,25 @@ fn a_split_that_a_rank_does_not_join_names_it() {
     });
 }
 
+#[test]
+fn a_rank_that_missed_a_split_joins_the_next_one() {
+    let all: Vec<Rank> = (0..3).map(Rank).collect();
+    world_with(Wire::Shm, 3, Duration::from_secs(2), move |comm| {
+        if me(comm) < 2 {
+            let error = comm.split(&all, "part").expect_err("a missing rank");
+            assert!(matches!(&error, Error::Init(InitError::Missing { missing, .. }) if *missing == [2]), "{error}");
+            // After rank 2, which has the record that leads nowhere by then.
+            std::thread::sleep(Duration::from_secs(1));
+        } else {
+            std::thread::sleep(Duration::from_secs(3));
+        }
+        for _ in 0..2 {
+            let part = comm.split(&all, "part").expect("all come");
+            part.barrier().expect("it works");
+        }
+    });
+}
+
 /// Calls a communicator when it is dropped.
 struct Asking(std::sync::Weak<Communicator>);
 

@@ -1,6 +1,6 @@
 //! Disagreement, absence, loss and abort: every rank gets an error that names the cause.
 
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::time::Duration;
 
 use ncclx_rs::{Error, Mode, Op, OpKind, Rank, ReduceOp, Source, Tag};
@@ -190,6 +190,38 @@ fn a_message_of_another_length_fails() {
                 run(comm, OpKind::Barrier, vec![], vec![]).expect("the group works on");
             });
         }
+    }
+}
+
+#[test]
+fn a_receiver_that_does_nothing_more_has_told_the_sender_whom_it_refused() {
+    for wire in wires() {
+        let (tell, told) = mpsc::channel();
+        let told = Mutex::new(told);
+        world_with(wire, 3, Duration::from_secs(20), move |comm| {
+            let (tag, mut long, mut short) = (Tag(7), vec![0i32; 200_000], vec![0i32]);
+            let send = |to, data: &mut Vec<i32>| run(comm, OpKind::Send { to, tag }, vec![buffer(data)], vec![]);
+            let receive = |from: u32, data: &mut Vec<i32>| {
+                run(comm, OpKind::Recv { from: Source::Rank(Rank(from)), tag }, vec![], vec![buffer(data)])
+            };
+            match comm.rank().0 {
+                0 => {
+                    std::thread::sleep(Duration::from_millis(300));
+                    send(Rank(1), &mut short).expect("it is received");
+                }
+                1 => {
+                    // In which the announcement of rank 2 comes.
+                    receive(0, &mut short).expect("it is sent");
+                    receive(2, &mut short).expect_err("lengths differ");
+                    told.lock().expect("no panic").recv().expect("rank 2 has heard of it");
+                }
+                _ => {
+                    let error = send(Rank(1), &mut long).expect_err("it is refused");
+                    assert!(!matches!(error, Error::Timeout { .. }), "{error}");
+                    tell.send(()).expect("rank 1 waits");
+                }
+            }
+        });
     }
 }
 

@@ -343,6 +343,27 @@ fn a_transport_is_closed_while_it_connects() {
 }
 
 #[test]
+fn a_transport_that_is_closed_before_its_peer_answers_ends_the_connection() {
+    let (one, other, silent) = (transport(WIRES[2].0), transport(WIRES[2].0), silent());
+    let there = silent.local_addr().expect("its address").to_string();
+    let mut peers = Vec::new();
+    let theirs = addressed(&other, |addresses| peers = std::mem::replace(addresses, vec![there.into()]));
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| one.connect(&theirs, LONG));
+        let (near, _) = silent.accept().expect("it connects");
+        one.close();
+        let far = std::net::TcpStream::connect(peers[0].as_str().expect("an address")).expect("it listens");
+        near.set_read_timeout(Some(LONG)).expect("a limit");
+        let (mut to_near, mut from_far) = (near.try_clone().expect("a copy"), far.try_clone().expect("a copy"));
+        scope.spawn(move || std::io::copy(&mut from_far, &mut to_near));
+        std::io::copy(&mut &near, &mut &far).expect("it ends");
+        far.shutdown(std::net::Shutdown::Both).expect("an end for the peer");
+        let error = connecting.join().expect("no panic").expect_err("it was closed").to_string();
+        assert!(error.contains("the transport was closed meanwhile"), "{error}");
+    });
+}
+
+#[test]
 fn connections_that_say_nothing_keep_no_peer_out() {
     let (one, other) = (transport(WIRES[2].0), transport(WIRES[2].0));
     let theirs = other.bind().expect("bind");

@@ -112,7 +112,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["simulated"],
             &["measured"],
             &["fuzz", "tests"],
-            &["leader_tests"],
+            &["leader_tests", "joiner_tests"],
         ],
     ),
     (

@@ -188,6 +188,14 @@ fn a_rank_with_another_job_secret_or_none_stays_outside() {
                     assert!(error.contains("rank 1 has a job secret, rank 0 none"), "{error}");
                 }
             });
+            // Both are told which file one of them cannot read.
+            for (root, joiner) in [("", "file:/nowhere"), ("file:/nowhere", one)] {
+                scope.spawn(move || {
+                    for error in refused(&secret(root), &secret(joiner)) {
+                        assert!(error.contains("/nowhere"), "{error}");
+                    }
+                });
+            }
         }
     });
 }

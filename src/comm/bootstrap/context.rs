@@ -47,7 +47,8 @@ pub(super) enum RootRecord {
     Listening(RootAddress),
     /// It could not start.
     Failed { cause: String },
-    /// It waits no longer: this communicator has not come about. A leader that has not found rank 0 does not know which.
+    /// It waits no longer: this communicator has not come about. A leader that has not found rank 0 does not know which. Where the store
+    /// keeps no values, it follows the record by which it was to be found.
     Ended { comm_id: Option<[u8; 16]>, failure: JoinFailure },
     /// Under a leader's key: rank 0 waits no longer, and its own record says why. That may be long.
     RootEnded,

@@ -55,7 +55,7 @@ pub(super) fn join_root(
 ) -> Result<(Keys, World), InitError> {
     let at = context.groups.listener_of(context.rank);
     let without_leader = &JoinContext { groups: Groups::one(context.groups.size), ..*context };
-    let doubted_until = Instant::now() + (context.config.connect_timeout / FIRST_LOOK).min(DOUBT);
+    let doubted_until = Instant::now() + doubt(context);
     let mut unreached: Option<([u8; 16], InitError)> = None;
     loop {
         let comm_id = unreached.as_ref().map(|(comm_id, _)| *comm_id);
@@ -65,29 +65,35 @@ pub(super) fn join_root(
         let (comm_id, theirs) = (root.keys.comm_id, root.world_size);
         let has_leader = found_at == at;
         // Otherwise it tells rank 0, which tells all.
-        match join_at(if has_leader { context } else { without_leader }, (build, root), &mut describe) {
+        let context = if has_leader { context } else { without_leader };
+        match join_at(context, (build, root), &mut describe) {
+            Ok(joined) => return joined.receive_table(context),
             Err(InitError::Unreachable { rank: 0, .. }) if !has_leader => {
                 let (rank, host, own) = (context.rank, &context.host.id, context.groups.size);
                 let cause = format!("rank {rank} on host `{host}` has world size {own}, rank 0 has {theirs}");
                 return Err(context.config_error(cause));
             }
-            // Where another rank is what cannot be reached, rank 0 was the right one.
-            Err(InitError::Unreachable { rank: 0, .. }) if context.store.skip_earlier_value() => {}
-            Err(error @ InitError::Unreachable { rank, .. })
-                if at.0 == rank && (at != Rank(0) || context.store.keeps_values()) =>
-            {
-                unreached = Some((comm_id, error));
-            }
-            outcome => return outcome,
+            Err(error @ InitError::Unreachable { rank, .. }) if at.0 == rank => unreached = Some((comm_id, error)),
+            Err(error) => return Err(error),
         }
     }
+}
+
+/// A rank that has joined, and what its leader or rank 0 has answered.
+struct Joined {
+    keys: Keys,
+    tls: Option<Tls>,
+    request: Vec<u8>,
+    /// In a large world, for those that it passes the table on to.
+    listener: Option<TcpListener>,
+    reply: (JoinReply, Vec<u8>),
 }
 
 fn join_at(
     context: &JoinContext<'_>,
     (build, root): (Build, RootAddress),
     describe: impl FnOnce(&Keys) -> Result<RankInfo, InitError>,
-) -> Result<(Keys, World), InitError> {
+) -> Result<Joined, InitError> {
     let (keys, prepared) = prepare_join(context, &build, &root, describe);
     // Without TLS, a rank that cannot join can still tell rank 0 why.
     let framed = |request: JoinRequest| frame(&request, INFO_BYTES_MAX).map_err(|cause| context.config_error(cause));
@@ -97,12 +103,10 @@ fn join_at(
         Ok((tls, request, listener, group)) => (tls, Ok((request, listener, group))),
         Err(error) => (None, Err(error)),
     };
-    let find = |rank: Rank, place: &Place, deadline| {
-        let routes = routes(place, context.host).map_err(|cause| context.unreachable(rank, cause))?;
-        connect_any(context, &keys, tls.as_ref(), rank, &routes, deadline)
-    };
     let at = context.groups.listener_of(context.rank);
-    let connected = find(at, &root.place, context.deadline);
+    // Where a host is gone, nothing refuses: only the store may tell that a job began anew without it.
+    let is_over = || context.store.keeps_values() && !is_listening(context, at, &keys);
+    let connected = connect_at(context, (&keys, tls.as_ref()), (at, &root.place), context.deadline, is_over);
     let (request, listener, group) = match described {
         Ok(described) => described,
         Err(error) => {
@@ -142,33 +146,44 @@ fn join_at(
             leader::lead(context, &keys, tls.as_ref(), group, told, timeout)
         }
     };
-    let mut reply = reply?;
-    if let (JoinReply::Ask { rank, place }, _) = &reply {
-        let (asked_at, deadline) = (Instant::now(), context.table_deadline());
-        let mut stream = find(*rank, place, deadline)?;
-        let asked = exchange(&mut stream, &request, context.groups.size, deadline);
-        reply = asked.map_err(|error| match error.kind() {
-            ErrorKind::TimedOut => {
-                context.unreachable(*rank, format!("no table of ranks came in {:.1?}", asked_at.elapsed()))
-            }
-            ErrorKind::UnexpectedEof => {
-                context.unreachable(*rank, "it hung up before it had passed the table of ranks on")
-            }
-            _ => context.unreachable(*rank, error.to_string()),
-        })?;
-    }
-    match reply {
-        (JoinReply::Complete(world), message) => {
-            if let Some(listener) = listener {
-                relay::pass_on(context, &keys, tls.as_ref(), listener, &world, message)?;
-            }
-            Ok((keys, world))
+    Ok(Joined { reply: reply?, keys, tls, request, listener })
+}
+
+impl Joined {
+    /// The table of all ranks, from whom this rank is told to ask for it, and passes it on.
+    fn receive_table(self, context: &JoinContext<'_>) -> Result<(Keys, World), InitError> {
+        let Joined { keys, tls, request, listener, mut reply } = self;
+        if let (JoinReply::Ask { rank, place }, _) = &reply {
+            let (asked_at, deadline) = (Instant::now(), context.table_deadline());
+            let mut stream = connect_at(context, (&keys, tls.as_ref()), (*rank, place), deadline, || false)?;
+            let asked = exchange(&mut stream, &request, context.groups.size, deadline);
+            reply = asked.map_err(|error| match error.kind() {
+                ErrorKind::TimedOut => {
+                    context.unreachable(*rank, format!("no table of ranks came in {:.1?}", asked_at.elapsed()))
+                }
+                ErrorKind::UnexpectedEof => {
+                    context.unreachable(*rank, "it hung up before it had passed the table of ranks on")
+                }
+                _ => context.unreachable(*rank, error.to_string()),
+            })?;
         }
-        (JoinReply::Ask { rank, .. }, _) => {
-            Err(context.config_error(format!("the rank that should have the table of ranks asks rank {rank} for it")))
+        match reply {
+            (JoinReply::Complete(world), message) => {
+                if let Some(listener) = listener {
+                    relay::pass_on(context, &keys, tls.as_ref(), listener, &world, message)?;
+                }
+                Ok((keys, world))
+            }
+            (JoinReply::Ask { rank, .. }, _) => {
+                let cause = format!("the rank that should have the table of ranks asks rank {rank} for it");
+                Err(context.config_error(cause))
+            }
+            (JoinReply::Failed(failure), _) => Err(failure.into_error(context)),
+            (JoinReply::Members(_), _) => {
+                let at = context.groups.listener_of(context.rank);
+                Err(context.config_error(format!("rank {at} takes this rank for a leader")))
+            }
         }
-        (JoinReply::Failed(failure), _) => Err(failure.into_error(context)),
-        (JoinReply::Members(_), _) => Err(context.config_error(format!("rank {at} takes this rank for a leader"))),
     }
 }
 
@@ -257,8 +272,21 @@ pub(super) fn find(
     };
     let until = if at == Rank(0) { doubted_until } else { context.deadline };
     let mut pause = FIRST_REREAD;
+    // What follows a record that leads nowhere is on its way, unless the ranks are to make another communicator first.
+    let follows = unreached.is_some() && !context.store.keeps_values();
+    let mut deadline = if follows { context.deadline.min(Instant::now() + doubt(context)) } else { context.deadline };
     loop {
-        let record = await_record(context, at);
+        let record = match (await_record(context, at, deadline), &unreached) {
+            (Ok((_, record)), _) if is_earlier(context, &record, unreached.as_ref()) => {
+                deadline = context.deadline;
+                continue;
+            }
+            // Nothing follows the record that led nowhere.
+            (Err(InitError::Missing { .. } | InitError::Store { .. }), Some((_, error))) if at == Rank(0) => {
+                return Err(error.clone());
+            }
+            (record, _) => record,
+        };
         let comm_id = record.as_ref().ok().and_then(|(_, record)| record.root.comm_id());
         let found = record.and_then(|(from, record)| {
             let (build, root) = address_in(context, from, record)?;
@@ -287,10 +315,24 @@ pub(super) fn find(
     }
 }
 
+/// For how long what the store says may be about to change.
+fn doubt(context: &JoinContext<'_>) -> Duration {
+    (context.config.connect_timeout / FIRST_LOOK).min(DOUBT)
+}
+
+/// Whether a record, of a store that keeps none, says how a communicator ended that is over for this call: the rank took part by an
+/// earlier call, or was missed there. The record of the next communicator may follow.
+fn is_earlier(context: &JoinContext<'_>, record: &StoreRecord, unreached: Option<&([u8; 16], InitError)>) -> bool {
+    let RootRecord::Ended { comm_id, failure } = &record.root else { return false };
+    let is_this = || unreached.is_some_and(|(unreached, _)| *comm_id == Some(*unreached));
+    let has_missed = matches!(failure, JoinFailure::Missing { missing, .. } if missing.contains(&context.rank.0));
+    !context.store.keeps_values() && (has_missed || !is_this())
+}
+
 /// What has been published where this rank joins, once it is there. Of rank 0 in place of the leader, if rank 0 has another world
 /// or waits no longer: the leader may never come then.
-fn await_record(context: &JoinContext<'_>, at: Rank) -> Result<(Rank, StoreRecord), InitError> {
-    let left = || context.deadline.saturating_duration_since(Instant::now());
+fn await_record(context: &JoinContext<'_>, at: Rank, deadline: Instant) -> Result<(Rank, StoreRecord), InitError> {
+    let left = || deadline.saturating_duration_since(Instant::now());
     if at != Rank(0) {
         match read_record(context, at, left().min(context.config.connect_timeout / FIRST_LOOK)) {
             Err(InitError::Store { .. }) => {}
@@ -336,6 +378,14 @@ fn address_in(context: &JoinContext<'_>, at: Rank, record: StoreRecord) -> Resul
     }
 }
 
+/// Whether rank 0 or a leader still says in the store that it listens for the communicator of these keys; also where the store
+/// does not answer.
+fn is_listening(context: &JoinContext<'_>, at: Rank, keys: &Keys) -> bool {
+    let record = read_record(context, at, STORE_TIMEOUT).map(|record| record.root);
+    let other = |root: &RootRecord| !matches!(root, RootRecord::Listening(root) if root.keys.comm_id == keys.comm_id);
+    !record.as_ref().is_ok_and(other)
+}
+
 /// The addresses at which to try a rank, the most likely first. The error says why there are none.
 pub(super) fn routes(place: &Place, here: &Host) -> Result<Vec<SocketAddr>, String> {
     let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
@@ -364,7 +414,20 @@ enum ConnectError {
     Shortage(io::Error),
 }
 
-/// Connects to `rank` by the first of `routes` that leads there. Tries again until the deadline.
+/// Connects to a rank that listens at `place`; see [`connect_any`].
+fn connect_at(
+    context: &JoinContext<'_>,
+    (keys, tls): (&Keys, Option<&Tls>),
+    (rank, place): (Rank, &Place),
+    deadline: Instant,
+    is_over: impl Fn() -> bool,
+) -> Result<Stream, InitError> {
+    let routes = routes(place, context.host).map_err(|cause| context.unreachable(rank, cause))?;
+    connect_any(context, keys, tls, rank, &routes, deadline, is_over)
+}
+
+/// Connects to `rank` by the first of `routes` that leads there. Tries again until the deadline, or until it is over there, which is
+/// asked where an address is silent.
 pub(super) fn connect_any(
     context: &JoinContext<'_>,
     keys: &Keys,
@@ -372,6 +435,7 @@ pub(super) fn connect_any(
     rank: Rank,
     routes: &[SocketAddr],
     deadline: Instant,
+    is_over: impl Fn() -> bool,
 ) -> Result<Stream, InitError> {
     let mut refusals = 0;
     let mut pause = FIRST_PAUSE;
@@ -394,8 +458,9 @@ pub(super) fn connect_any(
             }
         }
         refusals += u32::from(all_fatal);
-        if refusals >= REFUSALS_MAX || Instant::now() + pause >= deadline {
-            if let Some(error) = lack {
+        let is_over = !all_fatal && is_over();
+        if refusals >= REFUSALS_MAX || Instant::now() + pause >= deadline || is_over {
+            if let Some(error) = lack.filter(|_| !is_over) {
                 let cause = shortage::describe(&error, context.groups.size, 1);
                 let what = format!("a connection to rank {rank}");
                 return Err(context.os_error(&what, &io::Error::new(error.kind(), cause)));

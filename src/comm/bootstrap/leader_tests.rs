@@ -174,8 +174,8 @@ fn call(store: &dyn Store, rank: usize, request: impl Fn(&JoinContext<'_>) -> Ve
         let (_, _, found) = joiner::find(context, None, Instant::now()).expect("it is there");
         let routes = joiner::routes(&found.place, context.host).expect("it is near");
         let at = GROUPS.listener_of(context.rank);
-        let mut stream =
-            joiner::connect_any(context, &found.keys, None, at, &routes, context.deadline).expect("it listens");
+        let mut stream = joiner::connect_any(context, &found.keys, None, at, &routes, context.deadline, || false)
+            .expect("it listens");
         stream.write_all(&request(context)).expect("it takes it");
         stream
     })

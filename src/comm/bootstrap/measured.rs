@@ -80,7 +80,7 @@ fn measure_joins<'a>(
     // They wait for no answer.
     let join = |(rank, messages): (Rank, &Vec<u8>)| {
         let context = context(rank);
-        let mut stream = joiner::connect_any(&context, &keys, None, Rank(0), &routes, context.deadline)?;
+        let mut stream = joiner::connect_any(&context, &keys, None, Rank(0), &routes, context.deadline, || false)?;
         write(&mut stream, messages, context.deadline).map_err(failed)?;
         Ok(stream)
     };

@@ -24,6 +24,8 @@ mod context;
 pub(crate) mod fuzz;
 mod groups;
 mod joiner;
+#[cfg(test)]
+mod joiner_tests;
 mod leader;
 #[cfg(test)]
 mod leader_tests;

@@ -54,9 +54,7 @@ pub(super) fn serve(
                     .publish(Rank(0), RootRecord::Ended { comm_id: Some(keys.comm_id), failure: failure.clone() })?;
                 lacking.try_for_each(|leader| context.publish(leader, RootRecord::RootEnded))
             };
-            if context.store.keeps_values()
-                && let Err(unsaid) = tell()
-            {
+            if let Err(unsaid) = tell() {
                 log::warn!("ranks that have not reached rank 0 may not learn why it waits no longer: {unsaid}");
             }
             let failed = JoinReply::Failed(failure).message().map_err(|cause| context.config_error(cause))?;

@@ -20,7 +20,7 @@ use crate::algo::Tuning;
 use crate::comm::store::{MemoryStore, Store};
 use crate::config::Config;
 use crate::error::InitError;
-use crate::sync::{Arc, AtomicBool, Ordering};
+use crate::sync::Arc;
 use crate::sys::process::ProcessId;
 use crate::topo::Cpus;
 use crate::types::Rank;
@@ -104,7 +104,7 @@ fn join_and_end(store: &MemoryStore, end: End) {
         let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
         let routes = joiner::routes(&root.place, host).expect("it is near");
         let mut stream =
-            joiner::connect_any(context, &root.keys, None, Rank(0), &routes, deadline).expect("it listens");
+            joiner::connect_any(context, &root.keys, None, Rank(0), &routes, deadline, || false).expect("it listens");
         let (reply, _) = joiner::exchange(&mut stream, &request, SIZE, deadline).expect("an answer");
         assert!(matches!(reply, JoinReply::Complete(_)), "{reply:?}");
         end(&root.keys, listener);
@@ -117,12 +117,8 @@ fn those_that_a_rank_does_not_pass_the_table_to_name_it() {
         [(listen_no_more, "either rank 8 has ended"), (hang_up, "before it had passed the table")];
     for (end, words) in ends {
         let store = &MemoryStore::default();
-        let another = &Another { store, is_left: AtomicBool::new(true) };
         std::thread::scope(|scope| {
-            let joined = |rank| {
-                let store: &dyn Store = if rank == FIRST + 1 { another } else { store };
-                (rank, scope.spawn(move || join_as(rank, store)))
-            };
+            let joined = |rank| (rank, scope.spawn(move || join_as(rank, store)));
             let others: Vec<_> = (0..SIZE).filter(|rank| *rank != FIRST).map(joined).collect();
             join_and_end(store, end);
             for (rank, outcome) in others {
@@ -136,30 +132,6 @@ fn those_that_a_rank_does_not_pass_the_table_to_name_it() {
                 }
             }
         });
-    }
-}
-
-/// A store that may hold what an earlier rank 0 has written, as that of a split does.
-struct Another<'a> {
-    store: &'a MemoryStore,
-    is_left: AtomicBool,
-}
-
-impl Store for Another<'_> {
-    fn set(&self, key: &str, value: &[u8]) -> Result<(), String> {
-        self.store.set(key, value)
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>, String> {
-        self.store.get(key, timeout)
-    }
-
-    fn skip_earlier_value(&self) -> bool {
-        self.is_left.swap(false, Ordering::Relaxed)
-    }
-
-    fn rendezvous_host(&self) -> Option<String> {
-        None
     }
 }
 
@@ -190,7 +162,7 @@ fn who_cannot_take_part_gets_no_table_and_takes_no_place() {
         let passed = scope.spawn(|| relay::pass_on(&first, keys, None, listener, &world, message));
         let ask = |request: JoinRequest| {
             let request = frame(&request, INFO_BYTES_MAX).expect("a short request");
-            let stream = joiner::connect_any(&second, keys, None, first.rank, &routes, deadline);
+            let stream = joiner::connect_any(&second, keys, None, first.rank, &routes, deadline, || false);
             joiner::exchange(&mut stream.expect("it listens"), &request, SIZE, deadline)
         };
         let refused = ask(Err("it cannot".to_owned())).expect_err("no table");

@@ -17,12 +17,6 @@ pub trait Store: Send + Sync {
         true
     }
 
-    /// Called where the value that was got last leads nowhere. True: it may have been set for an earlier bootstrap and not been got
-    /// in time, and counts as got from now on; another `get` returns the next.
-    fn skip_earlier_value(&self) -> bool {
-        false
-    }
-
     /// The host name or address that serves the store, if there is one. The network interface that leads to it most likely
     /// leads to the other ranks.
     fn rendezvous_host(&self) -> Option<String>;

@@ -46,10 +46,6 @@ impl Store for PrefixStore {
         self.store.keeps_values()
     }
 
-    fn skip_earlier_value(&self) -> bool {
-        self.store.skip_earlier_value()
-    }
-
     fn rendezvous_host(&self) -> Option<String> {
         self.store.rendezvous_host()
     }

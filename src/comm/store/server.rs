@@ -30,8 +30,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How many clients may be connected at once; more wait in the kernel.
 const CLIENTS_MAX: usize = 16 << 10;
 
-/// How many clients wait for their keys at once, by a connection each. Others are told at once that theirs is absent, and ask
-/// again, so that there is always room for those that set one.
+/// How many clients wait for their keys at once, by a connection each, where there are descriptors for more. Others are told at once
+/// that theirs is absent, and ask again, so that there is always room for those that set one.
 const WAITING_MAX: usize = 1 << 10;
 
 /// How many connections to accept before the connected clients are served again.
@@ -90,6 +90,11 @@ impl Drop for Server {
 pub(super) struct Values {
     values: HashMap<String, Vec<u8>>,
     room: usize,
+}
+
+/// How many clients may wait at once: a part of the descriptors that this process may have.
+fn waiting_max() -> usize {
+    limits::descriptors().map_or(WAITING_MAX, |all| WAITING_MAX.min(usize::try_from(all / 4).unwrap_or(usize::MAX)))
 }
 
 impl Values {
@@ -178,7 +183,7 @@ impl Dispatcher {
         for (client, _) in self.clients.iter_mut().zip(ready).filter(|(_, flags)| !flags.is_empty()) {
             client.step(|client| client.advance(&mut self.values));
         }
-        for client in self.clients.iter_mut().filter(|client| client.waits()).skip(WAITING_MAX) {
+        for client in self.clients.iter_mut().filter(|client| client.waits()).skip(waiting_max()) {
             client.deadline = now;
         }
         for client in &mut self.clients {

@@ -265,3 +265,16 @@ fn a_rank_whose_end_is_explained_is_blamed_before_one_of_which_there_may_be_news
     engine.collectives.suspect(&mut engine.context, Rank(2), "it closed the connection".to_owned());
     assert!(matches!(work.result(), Some(Err(Error::PeerLost { rank: 3, .. }))), "{:?}", work.result());
 }
+
+#[test]
+fn what_a_lost_rank_has_announced_is_not_waited_for() {
+    let (mut harness, mut words) = (far(), Words::new(vec![0]));
+    frame(&mut harness, FrameKind::Rts, Rank(1), &[]);
+    harness.wire().broken = true;
+    harness.wire().ended = true;
+    harness.settle();
+    assert!(harness.engine.context.endpoints.lost(Rank(1)).is_some());
+    let work = harness.broadcast(Rank(1), &mut words, LONG);
+    harness.settle();
+    assert!(matches!(work.result(), Some(Err(Error::PeerLost { rank: 1, .. }))), "{:?}", work.result());
+}

@@ -370,7 +370,8 @@ fn what_is_read_for_a_get_that_is_over_goes_nowhere() {
     assert!(signal.is_done(), "what waited for it goes on");
     reader.reads_end(true);
     assert_eq!((into.get(), reader.remote_reads()), ([0, 0].as_slice(), 0));
-    assert!(reader.harness.peer.engine.is_settled());
+    assert_eq!(reader.reads(), 0, "it has been taken from the transport, which would keep a thread awake for it");
+    assert!(reader.harness.peer.engine.is_settled() && reader.harness.peer.engine.windows.reads.is_empty());
 
     reader.harness.peer.wire().reads_end = None;
     let cut = reader.get(0, &mut into);
@@ -389,6 +390,7 @@ fn a_rank_that_is_lost_ends_what_is_read_of_it() {
     reader.harness.peer.wire().ended = true;
     reader.harness.peer.settle();
     assert!(matches!(get.result(), Some(Err(Error::PeerLost { rank: 1, .. }))), "{:?}", get.result());
+    assert!(reader.harness.peer.engine.windows.reads.is_empty(), "nothing is waited for any more");
     reader.reads_end(true);
     assert_eq!(into.get(), [0, 0]);
 }

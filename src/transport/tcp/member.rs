@@ -85,6 +85,16 @@ impl Member {
         std::mem::take(&mut lock(&self.waiting).arrivals)
     }
 
+    /// Whether nothing may come any more.
+    pub(super) fn is_closed(&self) -> bool {
+        lock(&self.waiting).is_closed
+    }
+
+    /// Which of this process's communicators, and which rank of it, it is.
+    pub(super) fn place(&self) -> Place {
+        (self.identity.comm, self.identity.me)
+    }
+
     /// Nothing may come any more. Returns what has come and was not taken.
     pub(super) fn close(&self) -> Vec<Arrival> {
         let mut waiting = lock(&self.waiting);
@@ -94,7 +104,7 @@ impl Member {
 }
 
 /// A communicator and a rank of it.
-type Place = ([u8; 16], Rank);
+pub(super) type Place = ([u8; 16], Rank);
 
 /// Those of this process. Ranks of one communicator may be threads of one process.
 #[derive(Debug, Default)]
@@ -102,13 +112,16 @@ pub(super) struct Members(Mutex<FxHashMap<Place, Arc<Member>>>);
 
 impl Members {
     pub(super) fn add(&self, member: &Arc<Member>) {
-        let Identity { comm, me, .. } = member.identity;
-        lock(&self.0).insert((comm, me), member.clone());
+        lock(&self.0).insert(member.place(), member.clone());
     }
 
     pub(super) fn remove(&self, member: &Member) {
-        let Identity { comm, me, .. } = member.identity;
-        lock(&self.0).remove(&(comm, me));
+        lock(&self.0).remove(&member.place());
+    }
+
+    /// Wakes their threads that sleep.
+    pub(super) fn wake(&self) {
+        lock(&self.0).values().for_each(|member| member.poller.wake());
     }
 
     /// Whom somebody wants to speak to.

@@ -329,14 +329,14 @@ impl Transport for TcpTransport {
     fn shortage(&self) -> Option<String> {
         match &self.entry {
             Entry::Own(listener) => listener.shortage(),
-            Entry::Shared(sharer) => sharer.with_listener(Listener::shortage),
+            Entry::Shared(sharer) => sharer.shortage(),
         }
     }
 
     fn accepting_until(&self) -> Option<Instant> {
         match &self.entry {
             Entry::Own(listener) => listener.due(),
-            Entry::Shared(sharer) => sharer.with_listener(Listener::due),
+            Entry::Shared(sharer) => sharer.due(),
         }
     }
 

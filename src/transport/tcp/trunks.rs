@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
@@ -21,7 +22,7 @@ use crate::transport::tcp::connect::{Connection, Held};
 use crate::transport::tcp::greeting::Greeting;
 use crate::transport::tcp::inbound::{Inbound, LaneSource};
 use crate::transport::tcp::listener::Listener;
-use crate::transport::tcp::member::{Arrival, Member, Members};
+use crate::transport::tcp::member::{Arrival, Member, Members, Place};
 use crate::transport::tcp::outbound::{LaneSendStream, Outbound};
 use crate::transport::tcp::paths::Target;
 use crate::transport::tls::Tls;
@@ -42,6 +43,9 @@ pub(super) struct Trunks {
     poller: Poller,
     held: Held,
     members: Arc<Members>,
+    /// When to look at the latest after the connections of listeners of which no event may tell, by their communicators. Whichever
+    /// communicator is there does.
+    due: Mutex<FxHashMap<Place, Instant>>,
     tables: Mutex<Tables>,
 }
 
@@ -104,8 +108,8 @@ impl Trunks {
     /// That of a process of which nobody knows yet.
     pub(super) fn new() -> io::Result<Trunks> {
         let process = random::any::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
-        let (held, members, tables) = (Held::default(), Arc::default(), Mutex::default());
-        Ok(Trunks { process, poller: Poller::new()?, held, members, tables })
+        let (held, members, due, tables) = Default::default();
+        Ok(Trunks { process, poller: Poller::new()?, held, members, due, tables })
     }
 
     /// How many connections there are that this process has opened, and that others have.
@@ -141,14 +145,36 @@ impl Trunks {
                 StreamName::To(_) => self.drive_writers(),
             }
         }
-        if has_callers {
-            let listeners: Vec<_> = lock(&self.tables).listeners.iter().filter_map(Weak::upgrade).collect();
-            for shared_listener in listeners {
+        if has_callers || self.due().is_some_and(|due| due <= Instant::now()) {
+            for shared_listener in self.listeners() {
                 // If another thread is at it, that one takes what has come.
                 if let Ok(mut listener) = shared_listener.listener.try_lock() {
                     self.take_callers(&shared_listener, &mut listener);
                 }
             }
+        }
+    }
+
+    fn listeners(&self) -> Vec<Arc<SharedListener>> {
+        lock(&self.tables).listeners.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// When to look after connections of any listener at the latest.
+    fn due(&self) -> Option<Instant> {
+        lock(&self.due).values().min().copied()
+    }
+
+    /// Notes when to look after the connections of a listener, whose lock the caller has.
+    fn note_due(&self, member: &Member, due: Option<Instant>) {
+        // A communicator that ends takes its own out with that lock.
+        let Some(due) = due.filter(|_| !member.is_closed()) else {
+            lock(&self.due).remove(&member.place());
+            return;
+        };
+        let before = lock(&self.due).insert(member.place(), due);
+        if before.is_none_or(|before| due < before) {
+            // Their threads may sleep longer than that.
+            self.members.wake();
         }
     }
 
@@ -200,6 +226,7 @@ impl Trunks {
             tables.sweep();
             tables.readers.insert(number, Arc::new(reader));
         }
+        self.note_due(&shared_listener.member, listener.due());
     }
 
     /// A lane to a rank of this process, on the connection that there is or on one that is opened for it.
@@ -270,8 +297,8 @@ impl Sharer {
         let watched = poller.watch_named(trunks.poller.clone(), Interest::Read, name)?;
         let process = format!("{}-{}", trunks.process, lock(&trunks.tables).place(&manner));
         let member = Arc::new(Member::new(identity, manner, poller.clone()));
-        let shared_listener =
-            Arc::new(SharedListener { member: member.clone(), listener: Mutex::new(listener), origin: Origin::here() });
+        let (listener, origin) = (Mutex::new(listener), Origin::here());
+        let shared_listener = Arc::new(SharedListener { member: member.clone(), listener, origin });
         trunks.members.add(&member);
         lock(&trunks.tables).listeners.push(Arc::downgrade(&shared_listener));
         Ok(Sharer { trunks, shared_listener, process, _watched: watched })
@@ -285,6 +312,16 @@ impl Sharer {
     /// Runs `f` with the listener.
     pub(super) fn with_listener<T>(&self, f: impl FnOnce(&Listener) -> T) -> T {
         f(&lock(&self.shared_listener.listener))
+    }
+
+    /// When to look after the connections of all listeners at the latest: any of them may be one on which this communicator waits.
+    pub(super) fn due(&self) -> Option<Instant> {
+        self.with_listener(Listener::due).into_iter().chain(self.trunks.due()).min()
+    }
+
+    /// What this process lacks to take connections in, if it does.
+    pub(super) fn shortage(&self) -> Option<String> {
+        self.trunks.listeners().into_iter().find_map(|listener| lock(&listener.listener).shortage())
     }
 
     /// A stream to a rank of this process.
@@ -335,6 +372,7 @@ impl Drop for Sharer {
                 drop(self.lane(trunk, lane));
             }
         }
+        self.with_listener(|_| trunks.note_due(&shared_listener.member, None));
         let mut tables = lock(&trunks.tables);
         tables.sweep();
         tables.listeners.retain(|other| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(shared_listener)));

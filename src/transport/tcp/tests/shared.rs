@@ -468,6 +468,29 @@ fn a_connection_of_its_own_keeps_no_other_communicator_awake() {
 }
 
 #[test]
+fn a_communicator_looks_after_the_listeners_of_those_that_do_nothing() {
+    let [_, process] = Process::pair("off");
+    let (idle, mut busy) = (process.transport(0, "one"), process.transport(1, "one"));
+    assert_eq!(busy.accepting_until(), None);
+    // As many as leave no room: they have less time.
+    let connect = |_| std::net::TcpStream::connect(("127.0.0.1", idle.port)).expect("it listens");
+    let strangers: Vec<_> = (0..128).map(connect).collect();
+    until(|| busy.accept().is_empty() && busy.accepting_until().is_some());
+    until(|| {
+        // They are idle, and nothing wakes whoever sleeps longer.
+        std::thread::sleep(busy.accepting_until().map_or(LIMIT, |until| until - Instant::now()));
+        assert!(busy.accept().is_empty());
+        strangers.iter().any(|mut stranger| {
+            stranger.set_nonblocking(true).expect("a mode");
+            // Behind what it was greeted by.
+            stranger.read_to_end(&mut Vec::new()).is_ok()
+        })
+    });
+    drop(strangers);
+    until(|| busy.accept().is_empty() && busy.accepting_until().is_none());
+}
+
+#[test]
 fn a_listener_that_ends_while_a_connection_is_opened_is_refused_to_lanes() {
     let [near, far] = Process::pair("off");
     let [mut a, mut b] = [1, 2].map(|comm| near.transport(comm, "one"));
