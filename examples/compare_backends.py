@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def show(first: dict[str, Any], second: dict[str, Any]) -> float:
     shares = [report["communication_share"] for report in (first, second)]
     if None not in shares:
         print(f"{'in FSDP comm.':>14}{shares[0]:>14.0%}{shares[1]:>14.0%}")
-    largest = max(relative(a, b) for a, b in losses)
+    # One that is not a number is larger than all: max() alone passes it over.
+    largest = max((relative(a, b) for a, b in losses), key=lambda difference: (math.isnan(difference), difference))
     print(f"\nlargest relative difference over {len(losses)} steps: {largest:.1e}")
     return largest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import queue
 import statistics
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, descriptors, join, leaving_together, set_timeout
+from harness import BACKEND, WATCHDOG_SECONDS, World, descriptors, join, leaving_together, meet, set_timeout
 from ncclx_rs.bench.measure import on_a_core_of_its_own
 from reference import assert_same
 from torch._C import _distributed_c10d as c10d
@@ -74,6 +75,54 @@ def completion_hooks_are_told_of_every_work(rank: int, size: int) -> None:
     assert len(seen) == 6 and all(duration.total_seconds() >= 0 for *_, duration in seen)
     sequences = sorted(sequence for _, sequence, _ in seen)  # several threads call the hook
     assert sequences == list(range(sequences[0], sequences[0] + 6))
+
+
+def outcomes_in_callbacks(works: list[dist.Work]) -> queue.SimpleQueue[Exception | None]:
+    """How each work ends, as its `wait` tells in a callback of its own future."""
+    outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def wait(work: dist.Work) -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+
+    for work in works:
+        work.get_future().add_done_callback(lambda _, work=work: wait(work))
+    return outcomes
+
+
+def a_work_is_waited_for_in_its_own_callback(rank: int, size: int) -> None:
+    group, tensors = dist.group.WORLD, [torch.ones(10) for _ in range(3)]
+
+    def start() -> list[dist.Work]:
+        works = [dist.all_reduce(tensors[0], async_op=True)]
+        group._start_coalescing(torch.device("cpu"))
+        for tensor in tensors[1:]:
+            dist.all_reduce(tensor, async_op=True)
+        return [*works, group._end_coalescing(torch.device("cpu"))]
+
+    if rank == 0:  # whose works end on another thread, once the others begin
+        works = start()
+        outcomes = outcomes_in_callbacks(works)
+        meet()
+        assert [outcomes.get(timeout=WATCHDOG_SECONDS / 4) for _ in works] == [None, None]
+    else:
+        meet()
+        works = start()
+    for work in works:
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [size] * 3
+
+
+def a_failed_work_is_waited_for_in_its_own_callback(rank: int, size: int) -> None:
+    join(timeout=1)
+    with leaving_together():
+        if rank == 0:
+            outcomes = outcomes_in_callbacks([dist.irecv(torch.ones(3), 1)])
+            assert isinstance(outcomes.get(timeout=WATCHDOG_SECONDS / 4), dist.DistBackendError)
 
 
 def abort_hooks_are_called_once_a_rank_is_lost(rank: int, size: int) -> None:
@@ -200,6 +249,18 @@ def test_pytorchs_recorder_learns_what_became_of_operations(fresh_world: World, 
 )
 def test_backend(world: World, check) -> None:
     world.run(check)
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo waits for itself")
+@pytest.mark.worlds(sizes=(2, 3), modes=("shm",))
+def test_a_work_is_waited_for_in_its_own_callback(fresh_world: World) -> None:
+    fresh_world.run(a_work_is_waited_for_in_its_own_callback)
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo waits for itself")
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_failed_work_is_waited_for_in_its_own_callback(fresh_world: World) -> None:
+    fresh_world.run(a_failed_work_is_waited_for_in_its_own_callback, join=False)
 
 
 @pytest.mark.worlds(sizes=(1,), modes=("shm",))

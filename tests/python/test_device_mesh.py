@@ -115,6 +115,24 @@ def meshes_take_communicators_that_exist(rank: int, size: int) -> None:
         dp.finalize()
 
 
+def the_communicator_outlives_its_meshes(rank: int, size: int) -> None:
+    def assert_usable() -> None:
+        tensor = data(rank, 50)
+        comm.all_reduce(tensor)
+        assert_same(tensor, reduced([data(r, 50) for r in range(size)]), "the communicator without a mesh")
+
+    with communicator(rank, size) as comm:
+        for ends in (device_mesh.close, lambda mesh: None, lambda mesh: dist.destroy_process_group()):
+            mesh = device_mesh.build(comm, {"dp": size})
+            assert_reduces(dist.group.WORLD, list(range(size)))
+            assert_reduces(mesh.get_group(), list(range(size)))
+            ends(mesh)
+            del mesh
+            gc.collect()
+            assert not dist.is_initialized()
+            assert_usable()
+
+
 def models_train_on_a_mesh(rank: int, size: int) -> None:
     with communicator(rank, size) as comm:
         mesh = device_mesh.build(comm, {"dp": size})
@@ -174,6 +192,7 @@ def test_ranks_are_placed_by_host(world: World) -> None:
     "check",
     [
         equal_meshes_have_their_own_groups,
+        the_communicator_outlives_its_meshes,
         wrong_meshes_are_refused,
         meshes_take_communicators_that_exist,
         models_train_on_a_mesh,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -28,7 +30,7 @@ from ncclx_rs.diagnose import Communicator, Dump, Record, analyze, perfetto, rea
 from ncclx_rs.diagnose.__main__ import BLAMED, FINE, UNCLEAR, UNUSABLE, main
 from ncclx_rs.diagnose.dumps import Link, Peer
 from ncclx_rs.diagnose.processes import ranks
-from ncclx_rs.diagnose.pytorch import trace
+from ncclx_rs.diagnose.pytorch import _NAMES, _UNKNOWN, trace
 from test_flight_recorder import ANALYSER_KNOWS_US, analyse
 from test_network import Host, connect, hosts
 from test_newcomers import program
@@ -55,6 +57,12 @@ def collective(sequence: int, state: str = "completed", call: str = CALL, **more
 def message(operation: str, peer: int | None, tag: int = 0, state: str = "running") -> Record:
     call = f"{operation}(16 bytes {'to' if operation == 'send' else 'from'} rank {peer}, tag {tag})"
     return collective(0, state, call, collective=False, peer=peer, tag=tag)
+
+
+def access(operation: str, peer: int, state: str = "running", failure: str | None = None) -> Record:
+    """An access to a window."""
+    call = f"{operation}(16 bytes of rank {peer}, window 3)"
+    return collective(0, state, call, collective=False, peer=peer, failure=failure)
 
 
 def dump(rank: int, size: int, *records: Record, called: dict[int, int] | None = None, **lost: str) -> Dump:
@@ -201,6 +209,27 @@ def test_the_living_are_not_to_blame_for_a_death() -> None:
     assert "ranks 2-3 did not call" in absent.text and absent.ranks == died.ranks == (3,)
 
 
+def test_who_has_finished_is_not_dead_where_a_failure_names_nobody_lost() -> None:
+    # Rank 1 has closed its communicator in good order, rank 2 does something else.
+    timed_out = "recv(16 bytes from rank 2, tag 0) timed out after a timeout of 1.5s: rank 2 has called no send"
+    failed = replace(message("recv", 2, state="failed"), ended=2000, failure=timed_out)
+    waiting = dump(0, 3, collective(0), failed, rank1="it closed the connection")
+    (finding,) = analyze(of(3, waiting)).findings
+    assert (finding.kind, finding.ranks) == ("unmatched", (2,))
+    # A failure, or the reason for a dump, says who has died.
+    lost = replace(failed, failure="rank 2 reported: recv(16 bytes from rank 1, tag 0): rank 1 is lost: it closed")
+    for died in (
+        dump(0, 3, lost, rank1="it closed the connection"),
+        replace(waiting, reason="communicator `main`: rank 1 is lost: it closed the connection"),
+    ):
+        diagnosis = analyze(of(3, died))
+        assert diagnosis.findings[0].kind == "died" and diagnosis.ranks_at_fault == [1]
+    # Another rank is named, whose number begins alike.
+    other = replace(failed, failure="rank 11 is lost: its process ended")
+    many = grown(dump(0, 3, other, rank1="it closed the connection"), 12)
+    assert "died" not in {finding.kind for finding in analyze(of(12, many)).findings}
+
+
 def test_an_old_dump_does_not_hide_a_death() -> None:
     survived = collective(0, "failed", ended=500, failure="the ranks disagree")
     lost = collective(2, "failed", ended=3000, failure="rank 1 is lost: its process ended")
@@ -312,6 +341,73 @@ def test_the_end_of_a_chain_of_waiting_ranks_is_to_blame() -> None:
     assert diagnosis.findings[1].details == ("rank 1 waits itself, in the end for rank 0",)
     circle = [dump(rank, 3, message("recv", (rank + 1) % 3)) for rank in range(3)]
     assert analyze(of(3, *circle)).ranks_at_fault == [0, 1, 2]
+
+
+def test_a_receive_ahead_of_time_makes_no_innocents_guilty() -> None:
+    # Rank 2 has asked for a message of rank 1, which waits for it; both wait for rank 3 in the end.
+    one, two = dump(1, 4, message("recv", 2)), dump(2, 4, message("recv", 1), message("recv", 3))
+    diagnosis = analyze(of(4, dump(0, 4), one, two, dump(3, 4)))
+    assert diagnosis.ranks_at_fault == [3] and len(diagnosis.findings) == 3
+    # Who waits for several ranks that wait for nobody waits for all of them.
+    both = dump(2, 5, message("recv", 3), message("recv", 4))
+    first = analyze(of(5, grown(one, 5), both)).findings[-1]
+    assert first.ranks == (3, 4) and first.details == ("rank 2 waits itself, in the end for ranks 3-4",)
+
+
+def test_who_did_not_signal_is_to_blame() -> None:
+    waits = access("wait_signal", 1)
+    for others in ([dump(1, 3, access("signal", 0, "completed"))], []):
+        (finding,) = analyze(of(3, dump(0, 3, waits), *others)).findings
+        assert (finding.kind, finding.ranks, finding.waiting) == ("unmatched", (1,), ((0, waits),))
+    # It waits itself.
+    diagnosis = analyze(of(3, dump(0, 3, waits), dump(1, 3, message("recv", 2))))
+    assert diagnosis.ranks_at_fault == [2]
+    # It has, and the signal is on its way.
+    one, two = analyze(of(3, dump(0, 3, waits), dump(1, 3, access("signal", 0)))).findings
+    assert [(finding.kind, finding.ranks) for finding in (one, two)] == [("hang", ())] * 2
+    # It is dead, as its finding says.
+    (died,) = analyze(of(3, dump(0, 3, waits, rank1="its process ended"))).findings
+    assert (died.kind, died.ranks, died.waiting) == ("died", (1,), ((0, waits),))
+
+
+def test_what_needs_no_certain_rank_is_a_hang(tmp_path: Path) -> None:
+    accesses = [access(name, 1) for name in ("get", "put", "accumulate", "flush", "signal")]
+    for stuck in (*accesses, message("recv", None), message("recv", 0), message("send", 0), access("wait_signal", 0)):
+        for state, failure in (("running", None), ("failed", "timed out")):
+            record = replace(stuck, state=state, failure=failure)
+            (finding,) = analyze(of(2, dump(0, 2, record), dump(1, 2))).findings
+            assert (finding.kind, finding.ranks, finding.waiting) == ("hang", (), ((0, record),))
+            assert finding.text == f"rank 0 called {record.call}, and it did not finish"
+            assert finding.details == ((failure,) if failure else ())
+    save(tmp_path, dump(0, 2, access("get", 1)), dump(1, 2))
+    assert main([str(tmp_path)]) == UNCLEAR
+    # It is not known that connections have to do with it, however slow some are.
+    slow = {0: replace(GOOD, round_trip=90_000)}
+    world = [linked(dump(0, 4, message("recv", None)), {peer: GOOD for peer in (1, 2, 3)})]
+    world += [linked(dump(rank, 4), dict.fromkeys(range(4), GOOD) | (slow if rank == 1 else {})) for rank in (1, 2, 3)]
+    diagnosis = analyze(of(4, *world))
+    assert diagnosis.links and [finding.kind for finding in diagnosis.findings] == ["hang"]
+
+
+def operations() -> set[str]:
+    """The names of all operations that the engine writes."""
+    sources = Path(__file__).parents[2] / "src"
+    calls = re.findall(r'Call::\w+ \{ \.\. \} => "(\w+)"', (sources / "engine" / "call.rs").read_text())
+    collectives = re.findall(r'^ .*\b[A-Z]\w+ = \d+, "(\w+)";', (sources / "op.rs").read_text(), re.MULTILINE)
+    return {*calls, *collectives}
+
+
+def test_the_analyser_knows_each_operation_or_does_not_see_it() -> None:
+    assert {"send", "flush", "wait_signal", "all_reduce", "window_fence", "all_gather_p"} <= operations()
+    gathers = collective(0, call="all_gather_p(4 × float32, window 3)", written=8)
+    left_out = [collective(1, call="window_fence(window 3)")]
+    left_out += [access(name, 1, "completed") for name in ("put", "get", "accumulate", "flush", "signal")]
+    (entry,) = trace([dump(0, 2, gathers, *left_out)])["entries"]
+    assert (entry["profiling_name"], entry["output_sizes"]) == ("ncclx:all_gather", [[8]])
+    if ANALYSER_KNOWS_US:
+        types = importlib.import_module("torch.distributed.flight_recorder.components.types")
+        known = {_NAMES.get(name, name) for name in operations() - _UNKNOWN}
+        assert known <= types.COLLECTIVES | types.P2P
 
 
 GOOD = Link(round_trip=120, bytes=80 << 20, sending=100_000, segments=5000, resent=0)

@@ -33,6 +33,26 @@ def test_a_gpt_trains_as_on_gloo() -> None:
     assert "the losses agree" in run(sys.executable, script, "--backends", BACKEND, "gloo", "--steps", "5")
 
 
+def test_a_loss_that_is_no_number_agrees_with_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare = runpy.run_path(str(EXAMPLES / "compare_backends.py"))
+    losses = {"a": [2.0, 1.0, 0.5], "b": [2.0, float("nan"), 0.5]}
+
+    def run(backend: str, *_: object) -> dict[str, object]:
+        return {"backend": backend, "losses": losses[backend], "seconds": 1.0, "communication_share": None}
+
+    monkeypatch.setitem(compare["main"].__globals__, "run", run)
+    for backends, agree in ((["a", "a"], True), (["a", "b"], False), (["b", "a"], False)):
+        monkeypatch.setattr(sys, "argv", ["compare_backends.py", "--backends", *backends])
+        if agree:
+            compare["main"]()
+        else:
+            with pytest.raises(SystemExit, match="the losses differ"):
+                compare["main"]()
+        assert ("the losses agree" in capsys.readouterr().out) is agree
+
+
 @names_its_backend
 def test_torchrun_runs_an_example() -> None:
     ranks, arguments = command_of(OBJECT_API / "all_reduce.py")

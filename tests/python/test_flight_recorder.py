@@ -10,6 +10,7 @@ import linecache
 import logging
 import os
 import pickle
+import signal
 import socket
 import stat
 import time
@@ -136,6 +137,26 @@ def messages_are_numbered_by_route(rank: int, size: int) -> None:
         assert [entry["op_id"] for entry in entries(recorder)][1] == [entry["op_id"] for entry in entries(recorder)][2]
 
 
+def a_receive_from_any_rank_is_on_no_ranks_route(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        group = dist.ProcessGroup(dist.HashStore(), rank, size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._register_backend(torch.device("cpu"), kind, ncclx_rs._BackendWrapper(comm))
+        group._set_default_backend(kind)
+        recorder = recorder_of(comm)
+        if rank == 1:
+            for _ in range(2):
+                comm.send(torch.ones(2), 0)
+        else:
+            group.recv_anysource([torch.empty(2)], 0).wait()
+            comm.recv(torch.empty(2), 1)
+            dump = json.loads(recorder.dump_json())
+            received = [e for e in dump["entries"] if "recv" in e["profiling_name"]]
+            listed = [(e["process_group"][0], e["profiling_name"], e["p2p_seq_id"]) for e in received]
+            assert listed == [("watched ?->0", "ncclx:recv 0<-?", 1), ("watched 1->0", "ncclx:recv 0<-1", 1)]
+            assert dump["pg_config"]["watched ?->0"]["ranks"] == "[0]"
+
+
 def a_refused_operation_is_not_remembered(rank: int, size: int) -> None:
     with communicator(rank, size) as comm:
         recorder = recorder_of(comm)
@@ -193,6 +214,11 @@ def other_members_are_another_group(rank: int, size: int) -> None:
 )
 def test_recorder(world: World, check) -> None:
     world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_receive_from_any_rank_is_on_no_ranks_route(world: World) -> None:
+    world.run(a_receive_from_any_rank_is_on_no_ranks_route, join=False)
 
 
 def test_the_size_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +369,23 @@ def test_a_dump_that_cannot_be_written_does_no_harm(fresh_world: World, tmp_path
 def test_a_dump_can_be_switched_off(fresh_world: World, tmp_path: Path) -> None:
     fresh_world.run(a_dump_can_be_switched_off, str(tmp_path), join=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_writes_dumps_of_open_communicators_alone(tmp_path: Path) -> None:
+    hints = {"dump_directory": str(tmp_path), "dump_signal": "USR2"}
+
+    def made(name: str) -> TorchComm:
+        return ncclx_rs.new_comm("ncclx", "cpu", name=name, store=dist.HashStore(), rank=0, size=1, hints=hints)
+
+    ended, still_open = made("ended"), made("open")
+    ended.finalize()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    deadline = time.monotonic() + WATCHDOG_SECONDS
+    while not list(tmp_path.glob("*open*rank0.json")):
+        assert time.monotonic() < deadline, "no dump comes"
+        time.sleep(0.01)
+    assert list(tmp_path.glob("*ended*")) == []
+    still_open.finalize()
 
 
 def test_a_dumps_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

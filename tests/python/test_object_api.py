@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,31 @@ def messages_and_batches_go_round_a_ring(rank: int, size: int) -> None:
                 assert_same(place, data(before, 20, salt=i), f"message {i} of a batch")
         with pytest.raises(RuntimeError, match="Cannot issue empty batch operation"):
             comm.batch_op_create().issue(False)
+
+
+def a_batch_with_a_wrong_message_sends_nothing(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    wrong: list[tuple[Any, str]] = [
+        (torch.ones(4, 4).t(), "send: tensors must be contiguous"),
+        (torch.ones(4, device="meta"), "send: tensors must be on cpu"),
+        ([1.0], "send: argument `tensor`: expected a tensor, got list"),
+    ]
+    called: list[OpName] = []
+    with communicator(rank, size) as comm:
+        handle = comm.register_pre_hook(lambda name, op_id, args: called.append(name))
+        for message, text in wrong:
+            batch = comm.batch_op_create()
+            batch.send(torch.full((4,), -1.0), after)
+            batch.send(message, after)
+            with pytest.raises((RuntimeError, TypeError), match=text):
+                batch.issue()
+        assert called == []
+        handle.remove()
+        tensor = torch.empty(4)
+        received = comm.recv(tensor, before, True)
+        comm.send(torch.full((4,), float(rank)), after)
+        received.wait()
+        assert tensor.tolist() == [float(before)] * 4
 
 
 def persistent_all_gather_repeats(rank: int, size: int) -> None:
@@ -458,6 +483,27 @@ def communicators_split(rank: int, size: int) -> None:
         tensor = torch.ones(1)
         comm.all_reduce(tensor, ReduceOp.SUM, False)
         assert tensor.item() == size
+
+
+def a_rank_that_missed_a_split_finds_the_others_again(rank: int, size: int) -> None:
+    with communicator(rank, size) as comm:
+        everybody, limit = list(range(size)), timedelta(seconds=1)
+        if rank != size - 1:
+            with pytest.raises(RuntimeError):
+                comm.split(everybody, "child", timeout=limit)
+        comm.barrier(False)
+        # The last rank comes to what has failed, and so fails once more than the others.
+        child = None
+        for seconds in (1, 60):
+            if child is None:
+                with suppress(RuntimeError):
+                    child = comm.split(everybody, "child", timeout=seconds)
+            comm.barrier(False)
+        assert child is not None
+        tensor = torch.ones(1)
+        child.all_reduce(tensor, ReduceOp.SUM, False)
+        assert tensor.item() == size
+        child.finalize()
 
 
 def wrong_splits_are_refused(rank: int, size: int) -> None:
@@ -827,6 +873,44 @@ def test_backends_may_be_python_classes() -> None:
     comm.finalize()
 
 
+class Within(ncclx_rs.TorchCommBackend):
+    """A backend of one rank that returns the works of a communicator within."""
+
+    def init(self, device: torch.device, name: str, options: ncclx_rs.CommOptions) -> None:
+        self.inner = ncclx_rs.new_comm(
+            "ncclx", device, f"{name}/inner", rank=0, size=1, abort_process_on_timeout_or_error=False
+        )
+
+    def finalize(self) -> None:
+        self.inner.finalize()
+
+    def get_rank(self) -> int:
+        return self.inner.get_rank()
+
+    def get_size(self) -> int:
+        return self.inner.get_size()
+
+    def barrier(self, async_op: bool) -> ncclx_rs.TorchWork:
+        return self.inner.barrier(async_op)
+
+    def recv(self, tensor: torch.Tensor, src: int, async_op: bool, options: Any) -> ncclx_rs.TorchWork:
+        return self.inner.recv(tensor, src, async_op, options=options)
+
+
+def test_works_of_a_communicator_within_tell_how_they_ended() -> None:
+    ncclx_rs.register_backend("within", Within)
+    comm = ncclx_rs.new_comm("within", "cpu", "outer")
+    done = comm.barrier(True)
+    done.wait()
+    assert done.status is WorkStatus.COMPLETED and done.exception() is None
+    late = comm.recv(torch.ones(1), 0, True, timeout=0.2)  # nobody sends
+    with pytest.raises(RuntimeError, match="timed out"):
+        late.wait()
+    assert late.is_completed() and late.status is WorkStatus.TIMEDOUT
+    assert isinstance(late.exception(), RuntimeError) and "timed out" in str(late.exception())
+    comm.finalize()
+
+
 def test_names_mean_the_same_before_and_after_pytorch_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def creator(options: object, own_options: object) -> None:
         raise AssertionError("it is not made here")
@@ -949,6 +1033,7 @@ CHECKS = [
     gathering_and_scattering_take_equal_and_other_sizes,
     all_to_all_exchanges,
     messages_and_batches_go_round_a_ring,
+    a_batch_with_a_wrong_message_sends_nothing,
     persistent_all_gather_repeats,
     persistent_all_gathers_go_into_windows,
     works_can_be_awaited,
@@ -958,6 +1043,7 @@ CHECKS = [
     windows_are_added_to_and_flushed,
     windows_are_mapped_by_others,
     communicators_split,
+    a_rank_that_missed_a_split_finds_the_others_again,
     tensors_of_the_allocator_are_communicated,
     wrong_splits_are_refused,
     wrong_calls_are_refused_and_change_nothing,

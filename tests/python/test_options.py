@@ -123,6 +123,19 @@ def test_options(world: World, check) -> None:
     world.run(check, join=False)
 
 
+def test_hints_of_options_change_as_a_whole() -> None:
+    options, others = Options(hints={"eager_bytes": "8"}), Options()
+    with pytest.raises(TypeError):
+        options.hints["spin"] = "off"
+    options.hints = {**options.hints, "spin": "off"}
+    assert options.hints == {"eager_bytes": "8", "spin": "off"}
+    others.hints = options.hints
+    for copied in (others, copy.deepcopy(options), Options(hints=options.hints)):
+        assert copied.hints == options.hints
+    with pytest.raises(TypeError):
+        options.hints = {"eager_bytes": 8}
+
+
 def test_half_an_hour_in_options_is_a_limit() -> None:
     world = World(2, "shm", {"NCCLX_RS_TIMEOUT_SECONDS": "1"})
     try:

@@ -179,6 +179,31 @@ def test_children_leave_their_parents_memory_alone() -> None:
     assert all((tensor == 7).all() for tensor in tensors)
 
 
+def test_children_leave_their_parents_windows_alone() -> None:
+    comm = ncclx_rs.new_comm("ncclx", "cpu", store=dist.HashStore(), rank=0, size=1)
+    part = torch.zeros(4)
+    window = comm.new_window(part)
+
+    def calls() -> None:
+        for call in (
+            window.fence,
+            window.flush_all,
+            lambda: window.get_attr(0),
+            lambda: comm.new_window(torch.ones(1)),
+            window.tensor_deregister,
+        ):
+            with pytest.raises(RuntimeError, match="before the fork"):
+                call()
+
+    # A thread of the parent goes on with what others may want of the window, and so has the engine's lock now and then.
+    for _ in range(20):
+        in_a_child(calls)
+    window.put(torch.ones(4), 0, False)
+    assert part.tolist() == [1, 1, 1, 1]
+    window.tensor_deregister()
+    comm.finalize()
+
+
 def test_children_that_exit_leave_their_parents_memory_alone() -> None:
     code = """
         import os, ncclx_rs

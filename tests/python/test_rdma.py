@@ -218,6 +218,10 @@ def test_mistakes_are_refused() -> None:
         one.connect(b"nonsense")
     with pytest.raises(ValueError, match="expected a contiguous tensor"):
         RdmaMemory(torch.zeros(4, 4).t())
+    conjugated = torch.zeros(1, dtype=torch.complex64).conj()
+    for lazy in (conjugated, conjugated.imag):
+        with pytest.raises(ValueError, match="lazily conjugated or negated"):
+            RdmaMemory(lazy)
     for lost in without_memory():
         with pytest.raises(ValueError, match="RdmaMemory: argument `tensor`: expected a tensor with memory of its own"):
             RdmaMemory(lost)
@@ -458,6 +462,38 @@ def a_stopped_target_is_named(rank: int, size: int, hints: dict[str, str]) -> No
 @wires
 def test_a_stopped_target_is_named(world: World, hints: dict[str, str]) -> None:
     world.run(a_stopped_target_is_named, hints)
+
+
+def ctrl_c_ends_a_wait(rank: int, size: int) -> None:
+    transports = to_all(rank, size, {"transport": "tcp"})
+    tensor = torch.zeros(10_000_000)
+    memory = RdmaMemory(tensor)
+    remote = buffers(memory, size)
+    processes: list[int] = [0] * size
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 0:
+        source = RdmaMemory(torch.ones(10_000_000))
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        stop(processes[1])
+        try:
+            future = transports[1].write_async(source.to_view(), remote[1], timedelta(minutes=1))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                future.wait()
+            assert not future.done()
+            timer.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            os.kill(processes[1], signal.SIGCONT)
+        assert future.wait() == 0
+    dist.barrier()
+    assert rank == 0 or torch.equal(tensor, torch.ones(10_000_000))
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_ctrl_c_ends_a_wait(world: World) -> None:
+    world.run(ctrl_c_ends_a_wait)
 
 
 def a_stopped_target_is_read(rank: int, size: int) -> None:

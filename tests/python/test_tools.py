@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import socket
 import subprocess
 import sys
-from dataclasses import replace
+import threading
+from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from harness import BACKEND
 from ncclx_rs import _host, info
 from ncclx_rs.__main__ import COMMANDS, main
 from ncclx_rs._host import Interface, Limits
 from ncclx_rs._load import native
-from ncclx_rs.doctor import checks
+from ncclx_rs.doctor import checks, meeting
 from ncclx_rs.doctor.checks import Finding, Level
 from ncclx_rs.doctor.meeting import Member, compare
 
@@ -186,7 +190,13 @@ def test_ranks_are_compared() -> None:
 
     met = (Level.OK, "all 2 ranks met, on 2 hosts: host0, host1")
     assert compared(member(0), member(1)) == [met]
-    assert compared(member(0), size=3) == [(Level.PROBLEM, "ranks 1, 2 did not come within 60 s")]
+    absent = (Level.PROBLEM, "ranks 1, 2 did not come within 60 s")
+    assert compared(member(0), size=3) == [absent]
+    # What the others have found may be why.
+    assert compared(member(0), member(3, unreachable=["host1"]), size=4) == [
+        absent,
+        (Level.PROBLEM, "rank 3 on host3 cannot reach host1"),
+    ]
     assert compared(member(0), member(1, torch="9")) == [
         met,
         (Level.PROBLEM, "torch differs: 2 on ranks 0; 9 on ranks 1"),
@@ -204,6 +214,36 @@ def test_ranks_are_compared() -> None:
     assert compared(member(0), member(1, findings=own), member(2, host="host1", findings=own), size=3)[1:] == [
         (Level.WARNING, "host1: little")
     ]
+
+
+def a_member(rank: int, *addresses: str) -> Member:
+    return Member(rank, f"host{rank}", list(addresses), 5, "1", "2", "3")
+
+
+def test_all_connections_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each attempt waits until the last one has begun, as one to a host that is cut off does.
+    others = [a_member(rank, "10.0.0.1", f"10.0.1.{rank}") for rank in range(1, 9)]
+    all_try = threading.Barrier(2 * len(others), timeout=WATCHDOG_SECONDS)
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        all_try.wait()
+        if place != ("10.0.1.3", 5):
+            raise TimeoutError
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    found = meeting._unreachable(a_member(0), [a_member(0, "10.0.1.0"), *others, a_member(9)])
+    assert found == [
+        f"host{rank} (10.0.0.1 port 5, 10.0.1.{rank} port 5, rank {rank})" for rank in range(1, 9) if rank != 3
+    ]
+
+
+def test_a_rank_tells_that_rank_0_has_fallen_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEETING", timedelta(seconds=0.2))
+    store = dist.HashStore()
+    store.set("here0", json.dumps(asdict(a_member(0))))
+    (silent,) = meeting.meet(store, 1, 2, [])
+    assert silent.level is Level.PROBLEM and silent.text.startswith("rank 1 has heard nothing more of rank 0: ")
 
 
 def doctor(*launcher: str, **variables: str) -> tuple[int, list[dict[str, str]]]:

@@ -30,6 +30,8 @@ from test_rendezvous import free_port
 
 pytestmark = pytest.mark.skipif(BACKEND != "ncclx_rs", reason="ncclx_rs is not under test")
 
+SOURCES = Path(__file__).parents[2] / "src"
+
 # ---- what a dump says of the present: a dump's time is 9 s ----
 
 
@@ -100,6 +102,10 @@ def test_sizes_of_elements_are_known() -> None:
     for name in names:
         assert _rates.item_bytes(f"torch.{name}") == getattr(torch, name).itemsize
     assert _rates.item_bytes(None) == 1
+    engine = (SOURCES / "types.rs").read_text()
+    of_engine = re.findall(r'^    [A-Z]\w+, "([^"]+)", (\d+), \w+;', engine, re.MULTILINE)
+    assert {"complex32", "16-byte elements"} <= {name for name, _ in of_engine}
+    assert {name: _rates.item_bytes(name) for name, _ in of_engine} == {name: int(size) for name, size in of_engine}
 
 
 # ---- the socket ----
@@ -284,6 +290,9 @@ def test_nothing_is_shown_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_address_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _metrics._LOCAL_RANK:
+        monkeypatch.delenv(name, raising=False)
+
     def address(given: str, local_rank: str = "") -> tuple[str, int] | None:
         monkeypatch.setenv("NCCLX_RS_METRICS", given)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -294,6 +303,18 @@ def test_the_address_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("9400", ":9400", "host:", "host:many", "host:70000"):
         with pytest.raises(ValueError, match="NCCLX_RS_METRICS must be a host and a port, as in 127.0.0.1:9400"):
             address(wrong)
+
+
+def test_metrics_count_ranks_of_a_host_as_each_launcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCLX_RS_METRICS", "127.0.0.1:9400")
+    launchers = re.findall(r"local_rank: &\[([^\]]+)\]", (SOURCES / "comm" / "launch.rs").read_text())
+    names = [name for names in launchers for name in re.findall(r'"(\w+)"', names)]
+    assert _metrics._LOCAL_RANK == tuple(dict.fromkeys(names))
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for number, name in reversed(list(enumerate(_metrics._LOCAL_RANK))):
+        monkeypatch.setenv(name, f"{number}")
+        assert _metrics.address() == ("127.0.0.1", 9400 + number), "the first one counts"
 
 
 def test_what_stands_in_the_way_of_metrics_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

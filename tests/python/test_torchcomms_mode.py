@@ -224,6 +224,45 @@ def observers_see_every_operation_of_a_c10d_call(rank: int, size: int) -> None:
     assert all(entry["state"] == "completed" for entry in entries)
 
 
+def group_over(comm: ncclx_rs.TorchComm) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(dist.HashStore(), comm.rank, comm.size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, ncclx_rs._BackendWrapper(comm))
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
+
+
+def assert_reduces(group: dist.ProcessGroup, size: int) -> None:
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [float(size)] * 3
+
+
+def a_group_over_a_communicator_ends_with_its_members(rank: int, size: int) -> None:
+    store = fresh_store()
+    comm = ncclx_rs.new_comm("ncclx", "cpu", name="changing", enable_reconfigure=True)
+    with pytest.raises(RuntimeError, match="communicator `changing` has no members: call reconfigure first"):
+        ncclx_rs._BackendWrapper(comm)
+    store.set(f"handle{rank}", comm.get_init_handle())
+    handles = [store.get(f"handle{r}").decode() for r in range(size)]
+    comm.reconfigure(1, handles)
+    former = group_over(comm)
+    assert_reduces(former, size)
+    comm.reconfigure(2, handles)
+    for call in (
+        lambda: former.allreduce([torch.ones(1)]),
+        lambda: former.send([torch.ones(1)], 1 - rank, 0),
+        lambda: former._start_coalescing(torch.device("cpu")),
+    ):
+        with pytest.raises(RuntimeError, match="communicator `changing` was reconfigured"):
+            call()
+    # Neither ends what the new members have.
+    former.abort()
+    former.shutdown()
+    comm.barrier()
+    assert_reduces(group_over(comm), size)
+    comm.finalize()
+
+
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 @pytest.mark.parametrize(
     "check",
@@ -232,6 +271,36 @@ def observers_see_every_operation_of_a_c10d_call(rank: int, size: int) -> None:
 )
 def test_hooks_hear_of_c10d_calls(world: World, check) -> None:
     world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_group_over_a_communicator_ends_with_its_members(world: World) -> None:
+    world.run(a_group_over_a_communicator_ends_with_its_members, join=False)
+
+
+MESHES = """
+import torch
+import torch.distributed as dist
+import torchcomms
+from torchcomms import device_mesh
+
+assert getattr(dist.distributed_c10d, "_TORCHCOMM_AVAILABLE", True)
+with torchcomms.new_comm("ncclx", "cpu", "whole") as comm:
+    for _ in range(2):
+        mesh = device_mesh.build(comm, {"dp": 1})
+        dist.all_reduce(torch.ones(2), group=mesh.get_group())
+        device_mesh.close(mesh)
+        assert not dist.is_initialized()
+    comm.barrier()
+"""
+
+
+def test_meshes_are_closed_where_pytorch_knows_torchcomms(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MESHES)
+    process = [sys.executable, "-m", "ncclx_rs.as_torchcomms", str(program)]
+    done = subprocess.run(process, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_only_c10d_backends_can_be_wrapped() -> None:

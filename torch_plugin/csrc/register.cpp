@@ -66,7 +66,11 @@ void define(py::module_& m) {
   using Options = c10d::Backend::Options;
   py::class_<NcclxOptions, c10::intrusive_ptr<NcclxOptions>, Options>(m, "Options")
       .def(py::init<std::optional<Milliseconds>, Hints>(), py::arg("timeout") = py::none(), py::arg("hints") = Hints{})
-      .def_readwrite("hints", &NcclxOptions::hints)
+      // Reading copies them, so that changes of what was read would be lost: none can be made.
+      .def_property(
+          "hints",
+          [](const NcclxOptions& self) { return py::module_::import("types").attr("MappingProxyType")(self.hints); },
+          [](NcclxOptions& self, Hints hints) { self.hints = std::move(hints); })
       .def("__deepcopy__", [](const NcclxOptions& self, const py::object&) {
         return c10::make_intrusive<NcclxOptions>(self);
       });
@@ -140,11 +144,11 @@ void define(py::module_& m) {
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),
         py::call_guard<py::gil_scoped_release>());
   py::class_<BackendWrapper, c10::intrusive_ptr<BackendWrapper>, c10d::Backend>(m, "BackendWrapper")
-      .def(py::init([](py::object comm) {
+      .def(py::init([](py::object comm, bool owns) {
              auto inner = comm.attr("_c10d_backend")().cast<c10::intrusive_ptr<c10d::Backend>>();
-             return c10::make_intrusive<BackendWrapper>(std::move(comm), std::move(inner));
+             return c10::make_intrusive<BackendWrapper>(std::move(comm), std::move(inner), owns);
            }),
-           py::arg("comm"))
+           py::arg("comm"), py::arg("owns") = true)
       .def("get_comm", &BackendWrapper::comm)
       .def("get_error", &BackendWrapper::getError, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &BackendWrapper::getBackendOptions)

@@ -9,6 +9,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -114,6 +115,11 @@ class NcclxWork : public c10d::Work {
       NcclxError error;
       if (wait_for(engine_, handle, left().count(), &error) == NCCLX_PENDING) raise(NCCLX_PENDING, error.text);
     }
+    // In a callback of the future this thread would wait for itself: it completes the work after that.
+    if (ends_on_ == std::this_thread::get_id()) {
+      if (first_error_) std::rethrow_exception(first_error_);
+      return true;
+    }
     for (auto& member : members_) member->wait(timeout == kNoTimeout ? kNoTimeout : left());
     return c10d::Work::wait(timeout == kNoTimeout ? kNoTimeout : left());
   }
@@ -210,6 +216,7 @@ class NcclxWork : public c10d::Work {
     }
     for (Operands& operands : operands_) operands.release();
     finished_ = std::chrono::steady_clock::now();
+    ends_on_ = std::this_thread::get_id();
     // The future is completed first, so that a thread that waits for this work finds it completed.
     const auto future = [this] {
       std::lock_guard<std::mutex> lock(outcome_);
@@ -220,6 +227,7 @@ class NcclxWork : public c10d::Work {
     // The profiler's callback holds Python objects; `finish` would call and drop it under c10d's lock.
     if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
     finish(first_error_);
+    ends_on_ = std::thread::id();
     if (batch_) batch_->remove(this, first_error_);
 #if NCCLX_TORCH_GE(2, 15)
     if (!first_error_) group_->call_success_hooks(key_, finished_ - started_);
@@ -255,6 +263,8 @@ class NcclxWork : public c10d::Work {
   bool has_ended_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<int32_t> status_{NCCLX_OK};
+  // The thread that ends the work, while it runs callbacks: for these the error is final.
+  std::atomic<std::thread::id> ends_on_{};
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point finished_;
 };

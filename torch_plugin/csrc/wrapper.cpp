@@ -6,9 +6,10 @@ namespace ncclx {
 
 class BackendWrapper : public c10d::Backend {
  public:
-  // `comm` is a TorchComm over `inner`.
-  BackendWrapper(py::object comm, c10::intrusive_ptr<Backend> inner)
-      : Backend(inner->getRank(), inner->getSize()), comm_(std::move(comm)), inner_(std::move(inner)) {}
+  // `comm` is a TorchComm over `inner`. `owns` says whether it ends with the process group.
+  BackendWrapper(py::object comm, c10::intrusive_ptr<Backend> inner, bool owns)
+      : Backend(inner->getRank(), inner->getSize()), comm_(std::move(comm)), inner_(std::move(inner)), owns_(owns),
+        may_change_(comm_.attr("_options").attr("enable_reconfigure").cast<bool>()) {}
 
   ~BackendWrapper() override {
     if (Py_IsInitialized()) {
@@ -111,7 +112,13 @@ class BackendWrapper : public c10d::Backend {
   }
 
   void eagerConnectSingleDevice(at::Device device) override { inner_->eagerConnectSingleDevice(device); }
-  void startCoalescing() override { inner_->startCoalescing(); }
+  void startCoalescing() override {
+    {
+      py::gil_scoped_acquire lock;
+      check_members("start_coalescing");
+    }
+    inner_->startCoalescing();
+  }
   WorkPtr endCoalescing() override { return inner_->endCoalescing(); }
 
   void setTimeout(Milliseconds timeout) override {
@@ -129,9 +136,12 @@ class BackendWrapper : public c10d::Backend {
   c10d::ErrorType getError() override { return inner_->getError(); }
   void abort() override {
     py::gil_scoped_acquire lock;
-    comm_.attr("abort")();
+    // What former members had in flight has ended, and the communicator is that of others.
+    if (has_same_members()) comm_.attr("abort")();
   }
-  void shutdown() override { inner_->shutdown(); }
+  void shutdown() override {
+    if (owns_) inner_->shutdown();
+  }
 #if NCCLX_TORCH_GE(2, 15)
   bool supportsAbortHooks() const override { return inner_->supportsAbortHooks(); }
   bool supportsCompletionHooks() const override { return inner_->supportsCompletionHooks(); }
@@ -162,20 +172,35 @@ class BackendWrapper : public c10d::Backend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override {
     py::gil_scoped_acquire lock;
+    check_members("split");
     const auto timeout = (opts ? opts : inner_->getBackendOptions())->timeout;
     py::object child = comm_.attr("_split_for_c10d")(ranks, timeout);
     if (child.is_none()) return nullptr;
     auto inner = child.attr("_c10d_backend")().cast<c10::intrusive_ptr<Backend>>();
-    return c10::make_intrusive<BackendWrapper>(std::move(child), std::move(inner));
+    return c10::make_intrusive<BackendWrapper>(std::move(child), std::move(inner), true);
   }
 
  private:
+  // Whether the communicator has the members that it had when this was made: a process group's are always the same. Called
+  // with Python's lock.
+  bool has_same_members() const {
+    return !may_change_ || comm_.attr("_c10d_backend")().cast<c10::intrusive_ptr<Backend>>() == inner_;
+  }
+
+  void check_members(const char* name) const {
+    if (has_same_members()) return;
+    const auto comm = comm_.attr("get_name")().cast<std::string>();
+    raise(NCCLX_FAILURE, std::string(name) + ": communicator `" + comm +
+                             "` was reconfigured, and this process group is that of its former members: make another one");
+  }
+
   // Calls the pre-hooks, runs the operation, and calls the post-hooks with its work.
   template <typename Do, typename... Args>
   WorkPtr call(const char* name, Do&& work, const Args&... args) {
     std::vector<uint64_t> ids;
     {
       py::gil_scoped_acquire lock;
+      check_members(name);
       if (comm_.attr("_has_hooks")().cast<bool>()) {
         ids = comm_.attr("_before_c10d")(name, args...).template cast<std::vector<uint64_t>>();
       }
@@ -190,6 +215,8 @@ class BackendWrapper : public c10d::Backend {
 
   py::object comm_;
   c10::intrusive_ptr<Backend> inner_;
+  const bool owns_;
+  const bool may_change_;
 };
 
 }  // namespace ncclx

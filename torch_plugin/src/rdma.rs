@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ncclx_rs::rdma::{Kind, MemoryRegion, Pending, RdmaError, RemoteBuffer, Span, Transport};
 use ncclx_rs::sys::lent_bytes::LentBytes;
@@ -35,6 +35,13 @@ impl RdmaRegistration {
         if !(is_on_cpu || is_on_device) || !tensor.call_method0("is_contiguous")?.extract::<bool>()? {
             return Err(PyValueError::new_err(
                 "RdmaMemory: argument `tensor`: expected a contiguous tensor on the CPU or a CUDA device",
+            ));
+        }
+        let is_lazily = |what| tensor.call_method0(what).and_then(|is| is.extract::<bool>());
+        if is_lazily("is_conj")? || is_lazily("is_neg")? {
+            return Err(PyValueError::new_err(
+                "RdmaMemory: argument `tensor`: expected a tensor whose memory has its values, got a lazily conjugated or negated \
+                 one (`resolve_conj()` and `resolve_neg()` make one)",
             ));
         }
         let none = || {
@@ -160,7 +167,19 @@ pub(crate) struct RdmaOperation {
 impl RdmaOperation {
     /// Waits for its end, and at most for `limit`; raises its error.
     fn wait(&self, py: Python<'_>, limit: Option<Duration>) -> PyResult<()> {
-        py.detach(|| self.pending.wait(limit)).map_err(|error| exception(&error))
+        let began = Instant::now();
+        loop {
+            let left = limit.map(|limit| limit.saturating_sub(began.elapsed()));
+            // In slices, so that signal handlers can run in between, and raise.
+            let slice = left.map_or(WAIT_SLICE, |left| left.min(WAIT_SLICE));
+            match py.detach(|| self.pending.wait(Some(slice))) {
+                Err(RdmaError::InFlight { .. }) if left != Some(slice) => py.check_signals()?,
+                Err(RdmaError::InFlight { waited }) => {
+                    return Err(exception(&RdmaError::InFlight { waited: limit.unwrap_or(waited) }));
+                }
+                ended => return ended.map_err(|error| exception(&error)),
+            }
+        }
     }
 
     fn is_done(&self) -> bool {
@@ -177,3 +196,5 @@ fn exception(error: &RdmaError) -> PyErr {
         _ => PyRuntimeError::new_err(text),
     }
 }
+
+const WAIT_SLICE: Duration = Duration::from_millis(200);

@@ -96,25 +96,53 @@ def meeting(
     name, counted = _count(where, given_name)
     if store is not None and (where, given_name) in _failed:
         _failed.discard((where, given_name))
-        while _is_past(c10d.PrefixStore(f"ncclx_rs/{name}", store), _FAILED, _made[where, name]):
+        while has_failed(c10d.PrefixStore(f"ncclx_rs/{name}", store), _made[where, name]):
             name, counted = _count(where, given_name)
     number, part = _made[where, name], None
     try:
-        if store is not None and place is not None:
+        if store is None or place is None:
+            yield name, store
+        else:
             part = c10d.PrefixStore(f"ncclx_rs/{name}", store)
-            store = c10d.PrefixStore(f"ncclx_rs/{name}/{number}", store)
-            if rank == 0 and size > 1:
-                _note(part, _BEGUN, number)
-        yield name, store
+            with attempt(part, number, rank, size) as own:
+                yield name, own
     except BaseException:
-        if part is None or (rank != 0 and not _is_past(part, _BEGUN, number)):
+        if part is None or not is_used_up(part, number, rank):
             _made.subtract(counted)
-        if part is not None and size > 1:
-            if rank == 0:
-                _note(part, _FAILED, number)
-            else:
-                _failed.add((where, given_name))
+        if part is not None and rank != 0:
+            _failed.add((where, given_name))
         raise
+
+
+@contextlib.contextmanager
+def attempt(part: c10d.Store | None, number: int, rank: int, size: int) -> Iterator[c10d.Store | None]:
+    """Gives the communicator of this number its store, while its ranks meet; rank 0 notes for the others how it goes.
+
+    Args:
+        part: the part of a store for the communicators that are made one after the other; None where none is used.
+        number: this one's among them.
+        rank: this process's rank in it.
+        size: the number of its ranks.
+    """
+    told = part if rank == 0 and size > 1 else None
+    if told is not None:
+        _note(told, _BEGUN, number)
+    try:
+        yield None if part is None else c10d.PrefixStore(str(number), part)
+    except BaseException:
+        if told is not None:
+            _note(told, _FAILED, number)
+        raise
+
+
+def is_used_up(part: c10d.Store, number: int, rank: int) -> bool:
+    """Whether the number of a communicator that has not come about is not for the next."""
+    return rank == 0 or _is_past(part, _BEGUN, number)
+
+
+def has_failed(part: c10d.Store, number: int) -> bool:
+    """Whether rank 0 has noted that the communicator of this number, or a later one, has not come about."""
+    return _is_past(part, _FAILED, number)
 
 
 def _count(where: str, name: str) -> tuple[str, list[tuple[str, str]]]:

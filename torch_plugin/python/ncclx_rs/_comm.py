@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ncclx_rs import _graph_state, _hooks, _logging, _reconfigure
+from ncclx_rs import _bootstrap, _graph_state, _hooks, _logging, _reconfigure
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._c10d_hook_args import c10d_hook_args
@@ -68,6 +68,7 @@ class TorchComm(Operations):
         self._state = "not reconfigured yet" if options.enable_reconfigure else "ready"
         self._has_handled_failure = False
         self._splits: Counter[str] = Counter()
+        self._failed_splits: set[str] = set()
         self._pre_hooks: _hooks.HookList[OpName, int, Any] = _hooks.HookList()
         self._post_hooks: _hooks.HookList[int, Any] = _hooks.HookList()
         self._abort_hooks: _hooks.HookList[[]] = _hooks.HookList()
@@ -167,7 +168,9 @@ class TorchComm(Operations):
         self._post_hooks(_FINALIZE_OP_ID, _hooks.FinalizePostHookArgs())
 
     def abort(self) -> None:
-        """Ends every operation in flight on this rank with an error. Does not block; any thread may call it.
+        """Ends every operation in flight on this rank with an error. Any thread may call it.
+
+        It waits for nothing but copies that other threads of this process make to or from parts of windows.
 
         Raises:
             RuntimeError: the backend does not support it.
@@ -287,8 +290,7 @@ class TorchComm(Operations):
             name, hints = name or options.name or None, {**options.hints, **(hints or {})}
             timeout = options.timeout if timeout is None else timeout
         own = as_hints("split", hints)
-        # Only splits of these members are counted: PyTorch lets other ranks split any number of times.
-        number = self._splits[_digest(members)] + 1
+        number = self._next_split(_digest(members))
         if name is None:
             name = f"{self._name}_{min(members, default='none')}" + (f"_{number}" if number > 1 else "")
         limit = as_timeout("split", timeout)
@@ -297,7 +299,7 @@ class TorchComm(Operations):
         self._pre_hooks(OpName.split, op_id, hook_args)
         child = None
         if members:
-            child = self._split(members, name, own, limit)
+            child = self._split(members, number, name, own, limit)
         elif callable(split_none := getattr(self._impl, "split_none", None)):
             split_none()
         self._post_hooks(op_id, SplitPostHookArgs(child))
@@ -325,7 +327,25 @@ class TorchComm(Operations):
             raise RuntimeError(f"Current rank {self._rank} is not included in the provided ranks list")
         return flat
 
-    def _split(self, members: list[int], name: str, hints: Mapping[str, str], timeout: timedelta) -> TorchComm:
+    def _next_split(self, key: str) -> int:
+        """The number of the next split of these members, which they agree on as `_bootstrap.meeting` says.
+
+        Only splits of these members are counted: PyTorch lets other ranks split any number of times.
+        """
+        number = self._splits[key] + 1
+        if key in self._failed_splits and (part := self._part(key)) is not None:
+            while _bootstrap.has_failed(part, number):
+                number += 1
+        return number
+
+    def _part(self, key: str) -> c10d.Store | None:
+        """The part of the store for the splits of these members."""
+        store = self._options.store
+        return None if store is None else c10d.PrefixStore(f"split/{key}", store)
+
+    def _split(
+        self, members: list[int], number: int, name: str, hints: Mapping[str, str], timeout: timedelta
+    ) -> TorchComm:
         options = copy.copy(self._options)
         options.name, options.enable_reconfigure = name, False
         options.rank, options.size = members.index(self._rank), len(members)
@@ -335,10 +355,17 @@ class TorchComm(Operations):
         if isinstance(self._impl, C10dBackend):
             self._impl.check(self._device, options.hints)
         key = _digest(members)
-        self._splits[key] += 1
-        if self._options.store is not None:
-            options.store = c10d.PrefixStore(f"split/{key}/{self._splits[key]}", self._options.store)
-        backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
+        part = self._part(key)
+        try:
+            with _bootstrap.attempt(part, number, options.rank, options.size) as options.store:
+                backend = self._impl.split(members, name, options)  # type: ignore[attr-defined]
+        except BaseException:
+            if part is None or _bootstrap.is_used_up(part, number, options.rank):
+                self._splits[key] = number
+            self._failed_splits.add(key)
+            raise
+        self._splits[key] = number
+        self._failed_splits.discard(key)
         child = TorchComm(backend, name, self._device, options)
         child._members = [self._members[rank] for rank in members]
         c10d_backend = getattr(backend, "c10d", None)
@@ -412,6 +439,7 @@ class TorchComm(Operations):
         self._rank, self._size = options.rank, options.size
         self._members = list(range(self._size))
         self._splits.clear()
+        self._failed_splits.clear()
         self._state = "ready"
         self._has_handled_failure = False
         return TorchWork()
@@ -469,10 +497,12 @@ class TorchComm(Operations):
         """The c10d backend that this communicator runs on.
 
         Raises:
-            RuntimeError: its backend is not one of c10d's.
+            RuntimeError: its backend is not one of c10d's, or it has no members yet.
         """
         if not isinstance(self._impl, C10dBackend):
             raise RuntimeError(f"the backend {self.get_backend()} is no c10d backend, which a process group needs")
+        if self._impl.c10d is None:
+            raise RuntimeError(f"communicator `{self._name}` has no members: call reconfigure first")
         return self._impl.c10d
 
     def _has_hooks(self) -> bool:

@@ -17,6 +17,15 @@ from ncclx_rs.diagnose import dumps
 from ncclx_rs.diagnose.dumps import Communicator
 
 VARIABLE = "NCCLX_RS_METRICS"
+# Where launchers put a rank's number on its host, in the order of `src/comm/launch.rs`.
+_LOCAL_RANK = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
 _LABELS = ("communicator", "id", "rank")
 
 
@@ -30,10 +39,16 @@ def address() -> tuple[str, int] | None:
     if not given:
         return None
     host, _, port = given.rpartition(":")
-    number = int(port) + int(os.environ.get("LOCAL_RANK") or 0) if port.isdecimal() else 0
+    number = int(port) + _local_rank() if port.isdecimal() else 0
     if not host or not 0 < number < 1 << 16:
         raise ValueError(f"ncclx_rs: {VARIABLE} must be a host and a port, as in 127.0.0.1:9400, got {given!r}")
     return host.strip("[]"), number
+
+
+def _local_rank() -> int:
+    """This process's number on its host; 0 if no launcher tells it."""
+    values = (os.environ.get(name, "").strip() for name in _LOCAL_RANK)
+    return int(next(filter(None, values), "0"))
 
 
 def start() -> None:

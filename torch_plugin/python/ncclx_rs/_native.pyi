@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from os import PathLike
 from typing import Any, final
@@ -247,13 +247,16 @@ class Options(_C10dBackend.Options):
             ``timeout_seconds`` or of ``NCCLX_RS_TIMEOUT_SECONDS``. The ``timeout`` of ``init_process_group`` or
             ``new_group`` wins, unless it is PyTorch's default, 30 minutes: a backend cannot see whether the program
             gave it.
-        hints: settings by name; see docs/configuration.md.
+        hints: settings by name; see docs/configuration.md. The attribute is read-only, but may be assigned as a whole.
 
     A group copies the options, so a program can use them for several groups.
     """
 
-    hints: dict[str, str]
-    def __init__(self, timeout: timedelta | None = None, hints: dict[str, str] = ...) -> None: ...
+    def __init__(self, timeout: timedelta | None = None, hints: Mapping[str, str] = ...) -> None: ...
+    @property
+    def hints(self) -> Mapping[str, str]: ...
+    @hints.setter
+    def hints(self, hints: Mapping[str, str]) -> None: ...
     def __deepcopy__(self, memo: Any) -> Options: ...
 
 class Backend(_C10dBackend):
@@ -333,9 +336,10 @@ class BackendWrapper(_C10dBackend):
 
     Args:
         comm: a `TorchComm` over a c10d backend.
+        owns: whether it ends with the process group.
     """
 
-    def __init__(self, comm: Any) -> None: ...
+    def __init__(self, comm: Any, owns: bool = True) -> None: ...
     @property
     def options(self) -> _C10dBackend.Options: ...
     def get_comm(self) -> Any: ...

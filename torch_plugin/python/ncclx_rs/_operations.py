@@ -147,9 +147,11 @@ class Operations:
             peers = [op.peer for op in ops]
             return _graph.issue(self._handle, "batch_op_issue", options, sent, received, is_send, peers, async_op)
         self._check_usable("batch")
+        names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
+        for op in ops:  # before the first is sent
+            self._check_message(names[op.type].name, op.tensor)
         op_id = next(op_ids)
         self._pre_hooks(OpName.batch_op_issue, op_id, _hooks.BatchOpIssuePreHookArgs(len(ops), async_op, list(ops)))
-        names = {P2POpType.SEND: OpName.send, P2POpType.RECV: OpName.recv}
         works: list[TorchWork] = []
 
         def issue() -> None:
@@ -719,6 +721,11 @@ class Operations:
                 f"{operation}: tensors must be on {self._device}, as communicator `{self._name}` is, "
                 f"got one on {tensor.device}"
             )
+
+    def _check_message(self, operation: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{operation}: argument `tensor`: expected a tensor, got {type(tensor).__name__}")
+        self._check_tensor(operation, tensor)
 
     def _ended(
         self,

@@ -11,7 +11,7 @@ from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
 WINDOW = 5_000_000
 # When a rank has surely heard of the calls of ranks that left no dump, in microseconds after its own.
 HEARD_AFTER = 1_000_000
-# The bytes of an element, by PyTorch's names of types.
+# The bytes of an element, by PyTorch's names of types, and by the engine's for what it only moves.
 _ITEM_BYTES = {
     "bool": 1,
     "bfloat16": 2,
@@ -21,9 +21,10 @@ _ITEM_BYTES = {
     "float": 4,
     "float64": 8,
     "double": 8,
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
-}
+} | {f"{size}-byte elements": size for size in (1, 2, 4, 8, 16)}
 
 
 @dataclass(frozen=True)

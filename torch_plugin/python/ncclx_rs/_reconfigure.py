@@ -85,7 +85,7 @@ class RendezvousStore(c10d.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits for all of ``keys``, each up to ``timeout``."""
         for key in keys:
-            self._store.get(f"{self._prefix}/{key}", timeout or self._timeout)
+            self._store.get(f"{self._prefix}/{key}", self._timeout if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
         """Deletes nothing: each generation has keys of its own."""

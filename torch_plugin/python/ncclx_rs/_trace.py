@@ -13,6 +13,9 @@ from typing import Any
 
 VERSION = "2.10"
 
+# The sender of a message that is received from any rank.
+ANY_RANK = -1
+
 # Shape and type of tensors.
 Shapes = list[tuple[list[int], str]]
 
@@ -53,7 +56,7 @@ class Entry:
         group: its communicator.
         op_id: the operation's number.
         name: the operation's name.
-        route: a message's sender and receiver, by the job's numbers.
+        route: a message's sender, which may be `ANY_RANK`, and its receiver, by the job's numbers.
         sequence: the number of the collective in the communicator, or of the message on its route.
         inputs: shape and dtype of each tensor that it reads.
         outputs: shape and dtype of each tensor that it writes.
@@ -87,19 +90,22 @@ class Entry:
         """Name and ranks of the section in which the analyser compares the entry.
 
         For a collective, the section is the communicator. The analyser takes the entries of a section by number, and
-        expects each from every rank. A message concerns two ranks, so each direction between two ranks is a section.
+        expects each from every rank. A message concerns two ranks, so each direction between two ranks is a section. A
+        receive from any rank is the receiver's alone.
         """
         if self.route is None:
             return self.group.comm_name, self.group.members
         sender, receiver = self.route
+        if sender == ANY_RANK:
+            return f"{self.group.comm_name} ?->{receiver}", [receiver]
         return f"{self.group.comm_name} {sender}->{receiver}", sorted({sender, receiver})
 
     def as_dict(self) -> dict[str, Any]:
         """The entry in a trace."""
         section, ranks = self.section
         name = f"{self.group.backend}:{self.name}"
-        if self.route is not None:  # "send 0->1" or "recv 1<-0", by position among the section's ranks
-            sender, receiver = (ranks.index(rank) for rank in self.route)
+        if self.route is not None:  # "send 0->1", "recv 1<-0" or "recv 0<-?", by position among the section's ranks
+            sender, receiver = ("?" if rank == ANY_RANK else ranks.index(rank) for rank in self.route)
             name += f" {sender}->{receiver}" if self.name == "send" else f" {receiver}<-{sender}"
         known: dict[str, Any] = {}
         if self.state == "completed" and self.started is not None and self.ended is not None:

@@ -102,8 +102,7 @@ class TorchWork:
         return None
 
     def _failed(self) -> list[Any]:
-        works = (part for part in self._parts if hasattr(part, "is_success"))
-        return [work for work in works if work.is_completed() and not work.is_success()]
+        return [part for part in self._parts if _has_failed(part)]
 
     def __await__(self) -> Generator[Any, None, None]:
         loop = asyncio.get_running_loop()
@@ -161,7 +160,15 @@ def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None], _: o
     loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
+def _has_failed(part: Any) -> bool:
+    if isinstance(part, TorchWork):  # of a communicator that is behind a backend
+        return part.status in (WorkStatus.TIMEDOUT, WorkStatus.ERROR)
+    return hasattr(part, "is_success") and part.is_completed() and not part.is_success()
+
+
 def _timed_out(part: Any) -> bool:
+    if isinstance(part, TorchWork):
+        return part.status is WorkStatus.TIMEDOUT
     if hasattr(part, "timed_out"):
         return bool(part.timed_out())
     if isinstance(part, dist.Work):

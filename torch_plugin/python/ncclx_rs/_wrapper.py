@@ -21,16 +21,20 @@ class _BackendWrapper(metaclass=_Kind):
     Its operations call the communicator's hooks; ``get_comm()`` returns the communicator. A call makes an object of the
     native module. Importing this name does not load that module: ``torch.distributed`` imports it at its own import.
 
+    It serves the members that the communicator has now. After a `TorchComm.reconfigure` its operations raise
+    RuntimeError, and a process group of the new members needs another wrapper.
+
     Args:
         comm: a communicator over a c10d backend.
+        owns: whether the communicator ends with the process group. Otherwise it stays usable until it is finalized.
 
     Raises:
-        RuntimeError: the communicator's backend is no c10d backend.
+        RuntimeError: the communicator's backend is no c10d backend, or it was not reconfigured yet.
     """
 
-    def __new__(cls, comm: TorchComm) -> Any:
+    def __new__(cls, comm: TorchComm, owns: bool = True) -> Any:
         from ncclx_rs import _pytorch_recorder
 
         if comm.get_backend() == "ncclx":
             _pytorch_recorder.uses_pytorchs(comm.get_options().hints)
-        return native().BackendWrapper(comm)
+        return native().BackendWrapper(comm, owns)

@@ -36,7 +36,7 @@ def build(
     """A mesh of all ranks of a communicator, which is split along each dimension. Called on all ranks.
 
     The communicator becomes PyTorch's default process group if there is none yet. So groups that PyTorch derives from
-    the mesh, such as those of flattened dimensions, run on it too.
+    the mesh, such as those of flattened dimensions, run on it too. It stays the caller's, who finalizes it.
 
     Args:
         comm: the communicator.
@@ -162,6 +162,7 @@ def _create_torchcomm_process_group(
     group_name: str,
     backend_str: str | None = None,
     global_ranks_mapping: dict[int, int] | None = None,
+    owns: bool = True,
 ) -> dist.ProcessGroup:
     """Makes a process group over a communicator's backend, and registers it with ``torch.distributed``.
 
@@ -170,6 +171,7 @@ def _create_torchcomm_process_group(
         group_name: the group's name.
         backend_str: PyTorch's name of the backend. The default is the communicator's backend.
         global_ranks_mapping: maps global ranks to ranks in the group. The default maps each rank to itself.
+        owns: whether the communicator ends with the group.
     """
     name: Any = group_name
     backend = dist.Backend(backend_str or _C10D_NAMES.get(comm.get_backend(), comm.get_backend()))
@@ -177,7 +179,7 @@ def _create_torchcomm_process_group(
     group: Any = dist.ProcessGroup(store, comm.get_rank(), comm.get_size())
     kind = dist.ProcessGroup.BackendType.GLOO if backend == "gloo" else dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
-    group._register_backend(comm.get_device(), kind, _BackendWrapper(comm))
+    group._register_backend(comm.get_device(), kind, _BackendWrapper(comm, owns))
     group._set_group_name(name)
     world: Any = distributed_c10d._world
     world.pg_map[group] = (backend, store)
@@ -198,7 +200,8 @@ def _become_world(comm: TorchComm) -> set[int] | None:
         The numbers of the meshes on the default group; None if another module made the group.
     """
     if not dist.is_initialized():
-        world = _create_torchcomm_process_group(comm, comm.get_name())
+        # The last mesh destroys the group, and the caller goes on with the communicator.
+        world = _create_torchcomm_process_group(comm, comm.get_name(), owns=False)
         distributed_c10d._update_default_pg(world)
         _on_own_world[world] = set()
     if (dist.get_rank(), dist.get_world_size()) != (comm.get_rank(), comm.get_size()):
@@ -239,7 +242,9 @@ def _free(number: int, names: list[str], children: list[TorchComm], meshes: set[
         if name in by_name:  # with the default group, the program may have destroyed all groups
             dist.destroy_process_group(by_name[name])
     for child in children:
-        child.finalize()
+        # PyTorch has finalized those of the groups above if it could import torchcomms.
+        if child._state != "finalized":
+            child.finalize()
     if meshes is not None:
         meshes.remove(number)
         if not meshes and _meshes_on_world() is meshes:

@@ -23,9 +23,10 @@ class Finding:
     Attributes:
         kind: "died"; "mismatch", the ranks called different collectives, or the two ends of a message differ;
             "missing", a rank did not call a collective that others wait in; "late", it called that when others had
-            given it up; "unmatched", a send or receive without its counterpart; "deadlock", ranks that did not come
-            waited in other communicators for ranks that waited for each other (`across`); "slow_link", all ranks called
-            the collective, and connections are slow; "hang", all ranks called it, and no rank is surely at fault.
+            given it up; "unmatched", a send, a receive or a wait for a signal without its counterpart; "deadlock",
+            ranks that did not come waited in other communicators for ranks that waited for each other (`across`);
+            "slow_link", all ranks called the collective, and connections are slow; "hang", all ranks called it, or no
+            certain one has to, and no rank is surely at fault.
         ranks: the ranks at fault; empty if they are not known.
         text: one sentence.
         details: further sentences.
@@ -88,6 +89,8 @@ def analyze(communicator: Communicator) -> Diagnosis:
             replace(finding, kind="slow_link", ranks=slow) if finding.kind == "hang" and not dead else finding
             for finding in diagnosis.findings
         ]
+    # After those, since of these it is not known which connection they needed.
+    diagnosis.findings += _others(troubles, dead)
     return diagnosis
 
 
@@ -195,55 +198,83 @@ def _named(record: Record) -> str:
     return f"{record.place}, {record.call}" if record.device else record.call
 
 
-_COUNTERPART = {"send": "recv", "recv": "send"}
+# What the other rank has to call. Windows' other accesses need nothing of it.
+_COUNTERPART = {"send": "recv", "recv": "send", "wait_signal": "signal"}
+
+
+def _counterpart(rank: int, record: Record) -> str | None:
+    """What another rank has to call for an operation of `rank`; none if that is no certain rank."""
+    return None if record.peer in (None, rank) else _COUNTERPART.get(record.operation)
+
+
+def _others(troubles: Troubles, dead: dict[int, str]) -> list[Finding]:
+    """What did not complete and is neither a collective nor has a rank to call its counterpart."""
+    return [
+        Finding(
+            "hang",
+            (),
+            f"rank {rank} called {record.call}, and it did not finish",
+            (record.failure,) if record.failure else (),
+            ((rank, record),),
+        )
+        for rank, records in sorted(troubles.items())
+        for record in records
+        if not record.collective and _counterpart(rank, record) is None and record.peer not in dead
+    ]
 
 
 def _messages(communicator: Communicator, troubles: Troubles, dead: dict[int, str]) -> list[Finding]:
-    """Sends and receives that did not complete.
+    """Sends, receives and waits for signals that did not complete.
 
-    If the peer waits for a third rank, the rank at the end of that chain is at fault.
+    If the peer waits for a third rank, the ranks at the ends of the chains from there are at fault.
     """
     findings: list[Finding] = []
-    waits: dict[int, int] = {}
+    waits: dict[int, set[int]] = defaultdict(set)
     for rank, records in sorted(troubles.items()):
         for record in records:
-            wanted = _COUNTERPART.get(record.operation)
-            if wanted is None or record.peer is None or record.peer == rank:
+            wanted = _counterpart(rank, record)
+            if wanted is None or record.peer is None:
                 continue
             if record.peer in dead:
-                waits.setdefault(rank, record.peer)
+                waits[rank].add(record.peer)
                 continue  # the finding of its death says so
             finding = replace(_unmatched(communicator, rank, record, record.peer, wanted), waiting=((rank, record),))
             if finding.ranks:
-                waits.setdefault(rank, record.peer)
+                waits[rank].add(record.peer)
             findings.append(finding)
     for index, finding in enumerate(findings):
-        if finding.ranks and (last := _last(finding.ranks[0], waits)) not in finding.ranks:
-            detail = f"rank {finding.ranks[0]} waits itself, in the end for rank {last}"
-            findings[index] = finding = replace(finding, ranks=(last,), details=(detail,))
+        if finding.ranks and (last := _last(finding.ranks[0], waits)) != finding.ranks:
+            detail = f"rank {finding.ranks[0]} waits itself, in the end for {ranks(last)}"
+            findings[index] = finding = replace(finding, ranks=last, details=(detail,))
         findings[index] = replace(finding, ranks=_to_blame(finding.ranks, dead))
     return sorted(findings, key=lambda finding: len(finding.details))
 
 
 def _messages_with(peer: int, troubles: Troubles) -> Waiting:
-    """The messages with a rank that others did not complete."""
+    """The messages and accesses to a rank that others did not complete."""
     return tuple(
         (rank, record)
         for rank, records in troubles.items()
         for record in records
-        if record.operation in _COUNTERPART and record.peer == peer != rank
+        if not record.collective and record.peer == peer != rank
     )
 
 
-def _last(rank: int, waits: dict[int, int]) -> int:
-    """The rank at the end of the chain of waiting ranks from `rank` on; `rank` itself if the chain is a circle."""
-    seen, last = {rank}, rank
-    while (after := waits.get(last)) is not None:
-        if after in seen:
-            return rank
-        seen.add(after)
-        last = after
-    return last
+def _last(rank: int, waits: dict[int, set[int]]) -> tuple[int, ...]:
+    """The ranks that wait for nobody at the ends of the chains from `rank` on; `rank` itself if all are circles.
+
+    A rank waits for several where it asks for messages ahead of time.
+    """
+    seen, reached, last = {rank}, [rank], []
+    while reached:
+        here = reached.pop()
+        after = waits.get(here)
+        if not after:
+            last.append(here)
+            continue
+        reached += after - seen
+        seen |= after
+    return tuple(sorted(last)) or (rank,)
 
 
 # How the engine says that the two ends of a message differ.

@@ -11,9 +11,9 @@ from typing import Any
 from ncclx_rs import _trace
 from ncclx_rs.diagnose.dumps import Dump, Record
 
-# The analyser has another name for the first, and none for the rest.
-_NAMES = {"window_register": "new_window"}
-_UNKNOWN = {"window_deregister", "put", "get", "signal", "wait_signal"}
+# The analyser has other names for the first, and none for the rest.
+_NAMES = {"window_register": "new_window", "all_gather_p": "all_gather"}
+_UNKNOWN = {"window_deregister", "window_fence", "put", "get", "accumulate", "flush", "signal", "wait_signal"}
 _STATES = {"queued": "scheduled", "running": "started", "failed": "started", "completed": "completed"}
 
 PREFIX = "trace_"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ncclx_rs.diagnose.dumps import Communicator, Dump, Record
 
 # What did not complete, by rank, in the order of the calls.
@@ -38,7 +40,7 @@ def _places(records: list[Record]) -> set[tuple[bool, int]]:
 
 def _went_on(dump: Dump) -> int:
     """When the rank last called what it then completed. A send says nothing: it may complete without the other rank."""
-    together = (record for record in dump.records if record.collective or record.operation == "recv")
+    together = (record for record in dump.records if record.collective or record.operation in ("recv", "wait_signal"))
     return max((record.submitted for record in together if record.state == "completed"), default=-1)
 
 
@@ -66,13 +68,32 @@ def _old(communicator: Communicator) -> set[int]:
 
 
 def died(communicator: Communicator, troubles: Troubles) -> dict[int, str]:
-    """The ranks that others have lost, and that have left no dump since; each with the reason that one recorded."""
+    """The ranks that others have lost, and that have left no dump since; each with the reason that one recorded.
+
+    A rank that has finished is lost to the others too. Where operations have failed, one of them, or the reason for a
+    dump, names each rank whose loss did harm.
+    """
     dead: dict[int, str] = {}
+    named = _named_lost(communicator)
+    have_failed = any(record.failure for records in troubles.values() for record in records)
     for rank, dump in communicator.dumps.items():
         for peer in dump.peers:
-            if peer.lost is not None and not _has_told(communicator, troubles, peer.rank, troubles[rank]):
+            if peer.lost is None or (have_failed and peer.rank not in named):
+                continue
+            if not _has_told(communicator, troubles, peer.rank, troubles[rank]):
                 dead.setdefault(peer.rank, peer.lost)
     return dict(sorted(dead.items()))
+
+
+# How the engine says that it blames a rank's loss.
+_LOST = re.compile(r"\brank (\d+) is lost\b")
+
+
+def _named_lost(communicator: Communicator) -> set[int]:
+    """The ranks whose loss dumps were written for, or operations failed for."""
+    texts = {dump.reason for dump in communicator.dumps.values()}
+    texts |= {record.failure for dump in communicator.dumps.values() for record in dump.records if record.failure}
+    return {int(rank) for text in texts for rank in _LOST.findall(text)}
 
 
 def _has_told(communicator: Communicator, troubles: Troubles, lost: int, failed: list[Record]) -> bool:

@@ -47,8 +47,8 @@ def execute(options: argparse.Namespace, made: argparse.ArgumentParser) -> int:
     findings = host(ranks)
     if size > 1:
         _number(made, "MASTER_PORT", 0)  # PyTorch's own error does not name it
-        rank, findings = _meet(rank, findings)
-        if rank != 0:
+        findings = _meet(rank, findings)
+        if not findings:  # rank 0 tells what this rank has found
             return 0
     print(json.dumps([asdict(finding) for finding in findings], indent=2) if options.json else text(findings))
     return int(any(finding.level is Level.PROBLEM for finding in findings))
@@ -62,7 +62,8 @@ def _number(made: argparse.ArgumentParser, variable: str, default: int) -> int:
     return int(value)
 
 
-def _meet(rank: int, own: Sequence[Finding]) -> tuple[int, list[Finding]]:
+def _meet(rank: int, own: Sequence[Finding]) -> list[Finding]:
+    """The findings that this rank is to print: those of all ranks on rank 0, none on the others if all goes well."""
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
 
@@ -73,8 +74,8 @@ def _meet(rank: int, own: Sequence[Finding]) -> tuple[int, list[Finding]]:
     except (RuntimeError, ValueError) as error:
         cause = str(error).split("\n", maxsplit=1)[0]
         remedy = "see whether the hosts reach MASTER_ADDR at MASTER_PORT, and whether rank 0 was started"
-        return 0, [Finding("meeting", Level.PROBLEM, f"rank {rank} does not reach the store: {cause}", remedy), *own]
-    return rank, meet(c10d.PrefixStore("doctor", store), rank, size, own)
+        return [Finding("meeting", Level.PROBLEM, f"rank {rank} does not reach the store: {cause}", remedy), *own]
+    return meet(c10d.PrefixStore("doctor", store), rank, size, own)
 
 
 def text(findings: Sequence[Finding]) -> str:

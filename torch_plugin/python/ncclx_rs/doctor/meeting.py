@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ from ncclx_rs.doctor.checks import Finding, Level
 # How long a rank waits for the others, and for a connection.
 MEETING = timedelta(seconds=60)
 _CONNECT_SECONDS = 5.0
+# How many connections a rank tries at once: firewalls that say nothing shall not take their time one after the other.
+_AT_ONCE = 256
 # Clocks that differ by more make logs of several ranks hard to compare, and certificates invalid.
 _SKEW_SECONDS = 1.0
 
@@ -51,7 +54,7 @@ def meet(store: c10d.Store, rank: int, size: int, own: Sequence[Finding]) -> lis
         own: what this rank has found on its host.
 
     Returns:
-        On rank 0 the findings of all ranks, on others an empty list.
+        On rank 0 the findings of all ranks, on others an empty list, unless rank 0 falls silent.
     """
     with _Listener() as listener:
         member = Member(
@@ -66,15 +69,14 @@ def meet(store: c10d.Store, rank: int, size: int, own: Sequence[Finding]) -> lis
         )
         store.set(f"here{rank}", json.dumps(asdict(member)))
         everyone = _told(store, "here", range(size))
-        unreachable = [
-            f"{other.host} ({_addresses(other)}, rank {other.rank})"
-            for other in everyone
-            if other.addresses and other.host != member.host and not _reaches(other)
-        ]
+        unreachable = _unreachable(member, everyone)
         asked = time.time()
         if rank == 0:
             store.set("clock", "tell")
-        store.wait(["clock"], MEETING)
+        try:
+            store.wait(["clock"], MEETING)
+        except RuntimeError as error:
+            return [_silent(rank, error)]
         told = {**asdict(member), "seconds": time.time(), "unreachable": unreachable}
         store.set(f"done{rank}", json.dumps(told))
         # Nobody stops listening before all have tried.
@@ -91,25 +93,7 @@ def compare(members: Sequence[Member], size: int, asked: float, answered: float)
         asked: rank 0's clock before it asked for the others'.
         answered: the same after all answers.
     """
-    missing = sorted(set(range(size)) - {member.rank for member in members})
-    if missing:
-        return [
-            Finding(
-                "meeting",
-                Level.PROBLEM,
-                f"ranks {', '.join(map(str, missing))} did not come within {MEETING.seconds} s",
-                "see whether they were started, and whether they reach MASTER_ADDR at MASTER_PORT",
-            )
-        ]
-    hosts = dict.fromkeys(member.host for member in members)
-    found = [
-        Finding(
-            "meeting",
-            Level.OK,
-            f"all {size} ranks met, on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}: {', '.join(hosts)}",
-        )
-    ]
-    found += _versions(members)
+    found = [_met(members, size), *_versions(members)]
     for member in members:
         found += [
             Finding(
@@ -139,6 +123,30 @@ def compare(members: Sequence[Member], size: int, asked: float, answered: float)
                 text = f"{member.host}: {finding['text']}"
                 found.append(Finding(finding["check"], Level(finding["level"]), text, finding["remedy"]))
     return found
+
+
+def _met(members: Sequence[Member], size: int) -> Finding:
+    missing = sorted(set(range(size)) - {member.rank for member in members})
+    if missing:
+        return Finding(
+            "meeting",
+            Level.PROBLEM,
+            f"ranks {', '.join(map(str, missing))} did not come within {MEETING.seconds} s",
+            "see whether they were started, and whether they reach MASTER_ADDR at MASTER_PORT",
+        )
+    hosts = dict.fromkeys(member.host for member in members)
+    text = f"all {size} ranks met, on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}: {', '.join(hosts)}"
+    return Finding("meeting", Level.OK, text)
+
+
+def _silent(rank: int, error: RuntimeError) -> Finding:
+    cause = str(error).split("\n", maxsplit=1)[0]
+    return Finding(
+        "meeting",
+        Level.PROBLEM,
+        f"rank {rank} has heard nothing more of rank 0: {cause}",
+        "see whether rank 0 still runs, and whether its store at MASTER_ADDR and MASTER_PORT does",
+    )
 
 
 def _versions(members: Sequence[Member]) -> list[Finding]:
@@ -180,14 +188,25 @@ def _addresses(member: Member) -> str:
     return ", ".join(f"{address} port {member.port}" for address in member.addresses)
 
 
-def _reaches(member: Member) -> bool:
-    for address in member.addresses:
-        try:
-            socket.create_connection((address, member.port), _CONNECT_SECONDS).close()
-        except OSError:
-            continue
-        return True
-    return False
+def _unreachable(member: Member, everyone: Sequence[Member]) -> list[str]:
+    """The ranks of other hosts that this one cannot connect to at any of their addresses."""
+    others = [other for other in everyone if other.host != member.host]
+    places = [(address, other.port) for other in others for address in other.addresses]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        reached = dict(zip(places, pool.map(_reaches, places), strict=True))
+    return [
+        f"{other.host} ({_addresses(other)}, rank {other.rank})"
+        for other in others
+        if other.addresses and not any(reached[address, other.port] for address in other.addresses)
+    ]
+
+
+def _reaches(place: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(place, _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 class _Listener:

@@ -176,7 +176,8 @@ class _CommRecorder(Observer[list[Entry]]):
         return self._ring_buffer.add_group(comm.get_name(), comm.get_backend(), timeout_ms, comm._members)
 
     def _message(self, sends: bool, op_id: int, tensor: torch.Tensor, peer: int) -> Entry:
-        here, there = self._group.members[self._comm.get_rank()], self._group.members[peer]
+        members = self._group.members
+        here, there = members[self._comm.get_rank()], members[peer] if peer >= 0 else _trace.ANY_RANK
         if sends:
             return self._ring_buffer.begin(self._group, op_id, "send", shapes([tensor]), [], (here, there))
         return self._ring_buffer.begin(self._group, op_id, "recv", [], shapes([tensor]), (there, here))
