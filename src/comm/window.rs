@@ -325,3 +325,33 @@ const MAP: &str = "window_map";
 const GET_PATH: &str = "window_get_path";
 
 const DEREGISTER: &str = CollectiveKind::WindowDeregister.name();
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::comm::communicator::CommOptions;
+    use crate::comm::store::MemoryStore;
+
+    #[test]
+    fn an_abort_and_a_deregistration_after_it_wait_for_copies_of_other_threads() {
+        let (name, store) = ("windows".to_owned(), Arc::new(MemoryStore::default()));
+        let options = CommOptions { name, rank: Rank(0), size: 1, store, timeout: None, hints: vec![] };
+        let comm = Communicator::new(options).expect("it is alone");
+        let mut part = Words::new(vec![0; 4]);
+        let window = comm.window_register(part.buffer()).expect("a window").id();
+        comm.driver.with_engine(|engine| engine.windows.copy_begins(window));
+        std::thread::scope(|scope| {
+            let aborts = scope.spawn(|| comm.abort("for a test"));
+            while comm.driver.with_engine(|engine| engine.closed().is_none()) {
+                std::thread::yield_now();
+            }
+            let deregisters = scope.spawn(|| comm.window_deregister(window));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!aborts.is_finished() && !deregisters.is_finished(), "the memory is in use");
+            comm.driver.with_engine(|engine| engine.windows.copy_ends(window));
+            deregisters.join().expect("no panic").expect_err("it was aborted");
+        });
+    }
+}
