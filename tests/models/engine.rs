@@ -49,6 +49,10 @@ pub(crate) mod progress {
             Wait::Spin
         }
 
+        pub(crate) fn check_open(&self, _: &str) -> Result<(), Error> {
+            Ok(())
+        }
+
         pub(crate) fn is_busy(&self) -> bool {
             !self.in_flight.is_empty()
         }
