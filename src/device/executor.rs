@@ -408,11 +408,12 @@ impl Executor {
             }
         };
         let signature = Signature { algorithm, ..request.signature };
-        // The ranks of this host compare what they send each other.
-        let near = match &request.collective {
-            Collective::AllToAll { send, recv } => Some([state.of_this_host(send), state.of_this_host(recv)]),
+        let counts = match &request.collective {
+            Collective::AllToAll { send, recv } => Some([send, recv]),
             _ => None,
         };
+        // The ranks of this host compare what they send each other.
+        let near = counts.map(|counts| counts.map(|counts| state.of_this_host(counts)));
         let blocks = near.as_ref().map(|[sent, received]| Blocks { sent, received });
         self.make_room(number, request.timeout, signature, blocks.is_some())
             .inspect_err(|error| self.in_flight.fail_too(number, error))?;
@@ -442,11 +443,8 @@ impl Executor {
                 }
                 Run::Vendor(comm, calls) => {
                     let (_, spare) = vendor.as_ref().expect("it runs by one");
-                    let all = match &request.collective {
-                        Collective::AllToAll { send, recv } => Some(Blocks { sent: send, received: recv }),
-                        _ => None,
-                    };
-                    let called = LibraryCall { number, call, blocks: all, comm, spare, calls: &calls.calls };
+                    let blocks = counts.map(|[sent, received]| Blocks { sent, received });
+                    let called = LibraryCall { number, call, blocks, comm, spare, calls: &calls.calls };
                     let compare = || self.control.none_is_eager(LANE, number);
                     let met = self.in_flight.meet(number, call, compare, request.timeout);
                     met.and_then(|()| self.capture_calls(state, place, &called, request, ranks))

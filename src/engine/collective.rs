@@ -405,7 +405,9 @@ impl Collectives {
         let Some(active) = &self.active else { return };
         let sequence = active.sequence;
         let key = (from, sequence, message);
-        let early = self.unexpected.remove(&key);
+        // What a lost rank has only announced does not come.
+        let comes = |early: &Unexpected| matches!(early, Unexpected::Whole(_)) || ctx.endpoints.lost(from).is_none();
+        let early = self.unexpected.remove(&key).filter(|(_, early)| comes(early));
         match early {
             Some((_, Unexpected::Whole(bytes))) => {
                 if let Some(mut buffer) = self.buffer(ctx, step, from, bytes.len() as u64) {
@@ -413,14 +415,11 @@ impl Collectives {
                     self.step_done(sequence, step);
                 }
             }
-            Some((_, Unexpected::Rts(rts))) => match ctx.lost(from) {
-                Some(cause) => self.suspect(ctx, from, cause),
-                None => {
-                    if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
-                        self.receive(ctx, from, rts, buffer);
-                    }
+            Some((_, Unexpected::Rts(rts))) => {
+                if let Some(buffer) = self.buffer(ctx, step, from, rts.len) {
+                    self.receive(ctx, from, rts, buffer);
                 }
-            },
+            }
             None => {
                 ctx.endpoints.expect(from);
                 match ctx.lost(from) {

@@ -307,21 +307,21 @@ impl Relay {
         let key = (message.peer, message.sequence, message.index);
         let from = message.peer;
         self.inbound.begun += 1;
-        match self.unexpected.remove(&key) {
+        // What a lost rank has only announced does not come.
+        let comes = |early: &Unexpected| matches!(early, Unexpected::Whole(_)) || ctx.endpoints.lost(from).is_none();
+        let early = self.unexpected.remove(&key).filter(|(_, early)| comes(early));
+        match early {
             Some((_, Unexpected::Whole(bytes))) => {
                 if let Some(mut buffer) = self.buffer(ctx, number, from, bytes.len() as u64) {
                     buffer.take(&bytes);
                     self.received(number);
                 }
             }
-            Some((_, Unexpected::Rts(rts))) => match ctx.lost(from) {
-                Some(cause) => self.suspect(from, cause),
-                None => {
-                    if let Some(buffer) = self.buffer(ctx, number, from, rts.len) {
-                        ctx.receive(from, rts, MatchSpace::Device, buffer);
-                    }
+            Some((_, Unexpected::Rts(rts))) => {
+                if let Some(buffer) = self.buffer(ctx, number, from, rts.len) {
+                    ctx.receive(from, rts, MatchSpace::Device, buffer);
                 }
-            },
+            }
             None => {
                 self.posted.insert(key, number);
                 ctx.endpoints.expect(from);
