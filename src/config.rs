@@ -145,6 +145,8 @@ options! {
         "CUDA: half the device memory for a rank's messages, for each communicator; rank 0's holds for all ranks.";
     device_timing: bool, "device_timing", "false", &["TORCH_NCCL_ENABLE_TIMING"],
         "CUDA: whether the flight recorder tells how long collectives took by their device's clock.";
+    is_high_priority_stream: bool, "is_high_priority_stream", "false", &["TORCH_NCCL_HIGH_PRIORITY"],
+        "CUDA: whether PyTorch's asynchronous operations go on streams of high priority.";
     engine: EngineChoice, "engine", "auto", &[],
         "What runs collectives and messages of tensors of devices: streams (the engine's own programs); a vendor's library, nccl \
          or rccl, for what it has; host (the engine of the CPU, also where other ranks have tensors of other devices or of the \

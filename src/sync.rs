@@ -8,7 +8,46 @@ pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Starts a detached thread.
+/// Starts a detached thread. A panic on it ends the process: others would wait for ever for what it was to do.
 pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let run = || {
+        let guard = NoUnwinding;
+        run();
+        std::mem::forget(guard);
+    };
     std::thread::Builder::new().name(name.to_owned()).spawn(run).map(|_| ())
+}
+
+/// Ends the process when it is dropped: what a panic has left behind would have others wait for ever, or take memory that is
+/// still in use for free. Who comes to the end without one forgets it.
+pub(crate) struct NoUnwinding;
+
+impl Drop for NoUnwinding {
+    fn drop(&mut self) {
+        log::error!("a panic within the engine, which ends the process");
+        std::process::abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Command, Stdio};
+    use std::time::Duration;
+
+    /// Set in a process whose thread is to panic.
+    const PANICS: &str = "NCCLX_RS_TEST_PANICS";
+
+    #[test]
+    fn a_panic_on_a_thread_of_the_engine_ends_the_process() {
+        if std::env::var_os(PANICS).is_some() {
+            super::spawn("panics", || panic!("as it is to")).expect("a thread");
+            return std::thread::sleep(Duration::from_secs(60));
+        }
+        let own = std::env::current_exe().expect("a program");
+        let test = "sync::tests::a_panic_on_a_thread_of_the_engine_ends_the_process";
+        let mut program = Command::new(own);
+        program.args([test, "--exact"]).env(PANICS, "1").stdout(Stdio::null()).stderr(Stdio::null());
+        assert_eq!(program.status().expect("it ran").signal(), Some(libc::SIGABRT));
+    }
 }

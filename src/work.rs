@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::sync::{Arc, AtomicBool, AtomicUsize, Mutex, Ordering, lock};
+use crate::sys::file_writer::await_written;
 use crate::types::Rank;
 
 /// Makes progress on behalf of a waiting thread.
@@ -208,6 +209,10 @@ impl Work {
         let result = state.result.clone()?;
         let callbacks = std::mem::take(&mut state.callbacks);
         drop(state);
+        if result.is_err() {
+            // Whoever hears of a failure finds what is written of it.
+            await_written();
+        }
         for callback in callbacks {
             callback(result.clone());
         }

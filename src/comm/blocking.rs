@@ -52,6 +52,7 @@ use crate::buffer::{Buffer, Buffers};
 use crate::counts::Counts;
 use crate::error::{Error, UsageError};
 use crate::op::{Mode, Op, OpKind};
+use crate::sync::NoUnwinding;
 use crate::types::{DType, Rank, ReduceOp, Source, Tag};
 use crate::work::Submitted;
 
@@ -289,14 +290,4 @@ fn buffers(lent: &[Lent<'_>], kind: &OpKind, argument: &'static str) -> Result<B
         buffers.push(one.buffer(kind, argument)?);
     }
     Ok(buffers)
-}
-
-/// Ends the process when it is dropped: a panic that unwound from here would free memory that the engine still uses.
-struct NoUnwinding;
-
-impl Drop for NoUnwinding {
-    fn drop(&mut self) {
-        log::error!("a panic while the engine uses a caller's memory");
-        std::process::abort();
-    }
 }

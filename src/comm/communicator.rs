@@ -293,14 +293,15 @@ impl Communicator {
         &self.name
     }
 
-    /// A number for the host of `rank`: ranks of one host have the same. None if there is no such rank.
+    /// A number for the host of `rank`: ranks of one host have the same. None if there is no such rank, and in a forked child.
     pub fn host_of(&self, rank: Rank) -> Option<usize> {
-        (rank.index() < self.place.size).then(|| self.driver.with_engine(|engine| engine.context.topo.host_of(rank)))
+        let of = |engine: &mut Engine| engine.context.topo.host_of(rank);
+        (rank.index() < self.place.size).then(|| self.driver.with_engine_here(of)).flatten()
     }
 
-    /// The number of collectives submitted so far.
+    /// The number of collectives submitted so far; 0 in a forked child.
     pub fn sequence(&self) -> u64 {
-        self.driver.with_engine(|engine| engine.collectives.next_sequence())
+        self.driver.with_engine_here(|engine| engine.collectives.next_sequence()).unwrap_or(0)
     }
 
     /// The time limit of operations that have none of their own.
@@ -320,9 +321,10 @@ impl Communicator {
     }
 
     /// The lost rank, if there is one, as an [`Error::PeerLost`]. Every later operation fails with it, and so do those in
-    /// flight, unless they end at once. A loss is noticed within a second, also while nothing is in flight.
+    /// flight, unless they end at once. A loss is noticed within a second, also while nothing is in flight; a forked child knows
+    /// of none.
     pub fn loss(&self) -> Option<Error> {
-        self.driver.with_engine(|engine| engine.loss())
+        self.driver.with_engine_here(|engine| engine.loss()).flatten()
     }
 
     /// Registers a callback for [`Communicator::loss`]. It runs once a rank is lost and no operation is in flight any more, on
@@ -569,7 +571,7 @@ impl Communicator {
     /// communicator's own numbers if none are set, or if the list has another length than the communicator.
     pub fn set_members(&self, members: Vec<Rank>) {
         if members.len() == self.place.size {
-            self.driver.with_engine(|engine| engine.members = members);
+            self.driver.with_engine_here(|engine| engine.members = members);
         }
     }
 
@@ -580,21 +582,22 @@ impl Communicator {
 
     /// Tells the flight recorder where the program called an operation: frames with the innermost first.
     pub fn called_from(&self, work: &Work, stack: Vec<Frame>) {
-        self.driver.with_engine(|engine| engine.context.recorder.called_from(work.number(), stack));
+        self.driver.with_engine_here(|engine| engine.context.recorder.called_from(work.number(), stack));
     }
 
     /// The flight recorder's operations and what this rank knows of its peers, as JSON with `reason`. `ncclx-rs diagnose`
-    /// reads this format; see `docs/diagnosis.md`.
+    /// reads this format; see `docs/diagnosis.md`. Empty in a forked child.
     pub fn dump(&self, reason: &str) -> String {
-        self.driver.with_engine(|engine| engine.dump(reason))
+        self.driver.with_engine_here(|engine| engine.dump(reason)).unwrap_or_default()
     }
 
     /// Writes [`Communicator::dump`] to a file in `folder` that only its owner can read, and returns its path.
     ///
     /// # Errors
-    /// The system's error if the folder or the file cannot be written.
+    /// The system's error if the folder or the file cannot be written, and one in a forked child.
     pub fn write_dump(&self, folder: &Path, reason: &str) -> std::io::Result<PathBuf> {
-        self.driver.with_engine(|engine| engine.write_dump(folder, reason))
+        self.driver.check_here("write_dump").map_err(std::io::Error::other)?;
+        self.driver.with_engine(|engine| engine.dump_file(folder.to_owned(), reason)).write()
     }
 
     /// Ends every operation in flight on this rank with an error that gives `reason`. The other ranks are told that this rank

@@ -45,6 +45,7 @@ mod windows;
 pub(super) struct DeviceSide {
     algorithm: Option<String>,
     is_timed: bool,
+    pub(super) is_high_priority_stream: bool,
     /// The identity of this rank's host.
     host: String,
     /// The bytes of half of a rank's staging memory.
@@ -74,6 +75,7 @@ impl DeviceSide {
         DeviceSide {
             algorithm: config.algorithm.clone(),
             is_timed: config.device_timing,
+            is_high_priority_stream: config.is_high_priority_stream,
             host: host.to_owned(),
             staging_bytes: config.device_staging.get(),
             libraries,
@@ -379,7 +381,7 @@ impl DeviceSide {
         all_gather: &mut AllGather<'_>,
     ) -> Result<Option<Arc<VendorComm>>, Error> {
         let (comm, me) = (group.name(), group.place().me);
-        let mut candidate = self.libraries.candidate(comm, (me, names), timeout);
+        let mut candidate = self.libraries.candidate(comm, (me, names));
         candidate.part = lock(&self.part).take().filter(|part| part.device() == context.device().ordinal());
         let current = setup::agree(comm, names, "its context", context.enter(), |_| {}, all_gather)?;
         let Some((chosen, part)) = candidate.choose(members, all_gather)? else {
@@ -392,7 +394,7 @@ impl DeviceSide {
         };
         let begun = match part {
             Some(part) => chosen.take(part),
-            None => chosen.begin(&current, all_gather, &|| group.are_there())?,
+            None => chosen.begin(&current, timeout, all_gather, &|| group.are_there())?,
         };
         if me.index() == 0 {
             log::info!("communicator `{comm}`: CUDA tensors go by {}", chosen.library());

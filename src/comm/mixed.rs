@@ -95,7 +95,7 @@ impl Communicator {
             return Err(self.driver.forked_error(operation));
         }
         let mut exchange = |own| self.exchange_cards(op, checked, own, timeout);
-        self.device.islands(self, operation, device, timeout, &mut exchange)
+        self.device.islands(self, operation, device, &mut exchange)
     }
 
     /// Tells all ranks what this one has, and returns what all have.
@@ -460,8 +460,10 @@ impl<'a> OnDevice<'a> {
             turn.generation = 0;
             let (comm, ranks) = (self.comm, (&member.ranks[..], self.called.me()));
             let mut all_gather = |own| tell_all(comm, work.operation(), ranks, work.sequence(), own, until);
+            // Half, so that why it has not begun is known before the operation's time is over.
+            let limit = until.saturating_duration_since(Instant::now()) / 2;
             // An abort, for one, ends the operation.
-            let library = member.chosen.begin(self.current, &mut all_gather, &|| !work.is_done())?;
+            let library = member.chosen.begin(self.current, limit, &mut all_gather, &|| !work.is_done())?;
             let before = lock(&member.library).replace(library);
             before.inspect(|before| before.give_up());
             turn.generation = generation;

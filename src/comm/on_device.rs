@@ -17,6 +17,11 @@ impl Communicator {
         self.device.prepare(self, device, self.timeout())
     }
 
+    /// Whether streams that a program makes for this communicator's operations are to have high priority: its setting.
+    pub fn is_high_priority_stream(&self) -> bool {
+        self.device.is_high_priority_stream
+    }
+
     /// What allocates device memory that this communicator's calls take in place: decided by its setting `engine`, as on every
     /// rank. Where it is a vendor's library, [`allocator::allocate_by_library`](crate::device::allocator::allocate_by_library)
     /// works from now on.

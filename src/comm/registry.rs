@@ -10,7 +10,7 @@ use signal_hook::iterator::Signals;
 use crate::engine::driver::Driver;
 use crate::engine::heartbeat::InFlight;
 use crate::engine::progress::Engine;
-use crate::sync::{Arc, Mutex, Weak, lock};
+use crate::sync::{self, Arc, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 
 #[derive(Default)]
@@ -30,11 +30,14 @@ pub(super) fn add(driver: &Arc<Driver>, signal: Option<i32>) -> io::Result<()> {
         let listen = move || {
             for _ in signals.forever() {
                 // One that has left knows nothing more of its peers than when it did.
-                let dump = |engine: &mut Engine| engine.closed().is_none().then(|| engine.dump_configured("a signal"));
-                drivers().iter().for_each(|driver| _ = driver.with_engine(dump));
+                let dump = |engine: &mut Engine| {
+                    if engine.closed().is_some() { None } else { engine.configured_dump("a signal") }
+                };
+                let files = drivers().into_iter().filter_map(|driver| driver.with_engine(dump));
+                files.for_each(|file| file.write_and_tell());
             }
         };
-        std::thread::Builder::new().name("ncclx_rs_signal".to_owned()).spawn(listen)?;
+        sync::spawn("ncclx_rs_signal", listen)?;
         registry.signals.push(signal);
     }
     registry.drivers.retain(|driver| driver.strong_count() > 0);
@@ -83,9 +86,46 @@ pub fn dumps(reason: &str) -> Vec<String> {
 /// # Errors
 /// The system's error if the folder or a file cannot be written.
 pub fn write_dumps(folder: &Path, reason: &str) -> io::Result<Vec<PathBuf>> {
-    let open = drivers().into_iter();
-    let written = open.filter_map(|driver| {
-        driver.with_engine(|engine| engine.closed().is_none().then(|| engine.write_dump(folder, reason)))
-    });
-    written.collect()
+    let dump = |engine: &mut Engine| engine.closed().is_none().then(|| engine.dump_file(folder.to_owned(), reason));
+    let files = drivers().into_iter().filter_map(|driver| driver.with_engine(dump));
+    files.map(|file| file.write()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use crate::comm::Communicator;
+    use crate::comm::store::MemoryStore;
+    use crate::sys::fork::testing::holds_in_a_child;
+    use crate::types::Rank;
+    use crate::{CommOptions, sync::Arc};
+
+    #[test]
+    fn a_forked_child_asks_nothing_of_its_parents_engine() {
+        let (name, store) = ("parent".to_owned(), Arc::new(MemoryStore::default()));
+        let options = CommOptions { name, rank: Rank(0), size: 1, store, timeout: None, hints: Vec::new() };
+        let comm = Communicator::new(options).expect("a world of one");
+        let (holds, held) = mpsc::channel();
+        let (lets_go, let_go) = mpsc::channel();
+        std::thread::scope(|scope| {
+            // Another thread is in the engine at the fork, and never leaves it in the child.
+            scope.spawn(|| {
+                comm.driver.with_engine(|_| {
+                    holds.send(()).expect("somebody waits");
+                    let_go.recv().expect("an answer");
+                });
+            });
+            held.recv().expect("a thread in the engine");
+            assert!(holds_in_a_child(|| {
+                comm.on_loss(|_| ());
+                comm.set_members(vec![Rank(0)]);
+                let knows_nothing = comm.host_of(Rank(0)).is_none() && comm.sequence() == 0 && comm.loss().is_none();
+                let writes_nothing = comm.dump("asked").is_empty() && comm.write_dump("/".as_ref(), "asked").is_err();
+                knows_nothing && writes_nothing && comm.split(&[Rank(0)], "part").is_err()
+            }));
+            lets_go.send(()).expect("somebody waits");
+        });
+        assert_eq!(comm.host_of(Rank(0)), Some(0));
+    }
 }

@@ -41,6 +41,7 @@ impl Communicator {
     /// # Ok::<(), ncclx_rs::Error>(())
     /// ```
     pub fn split(&self, ranks: &[Rank], name: &str) -> Result<Communicator, Error> {
+        self.driver.check_here("split")?;
         let own = self.rank_among(ranks)?;
         let parent = Parent { comm: self, ranks };
         let timeout = Some(self.timeout());

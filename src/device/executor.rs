@@ -461,15 +461,14 @@ impl Executor {
         if self.in_flight.begin(number, signature, work.clone(), request.timeout, by) {
             watch::watch(self.in_flight.clone());
         }
-        if let Some(hosts) = &self.hosts {
-            let taken_up = hosts.submit(number, signature, &mut run.traffic());
-            let listens = taken_up.and_then(|()| match &run {
-                Run::Vendor(..) => hosts.listen(number),
-                Run::Programs(..) => Ok(()),
-            });
-            listens.map_err(|cause| self.broken(number, signature.to_string(), &cause))?;
-        }
-        let submitted = state.submit(&current, &stream, (number, &work), &run, request, &self.in_flight);
+        let taken_up = self.hosts.as_ref().map_or(Ok(()), |hosts| {
+            hosts.submit(number, signature, &mut run.traffic())?;
+            if let Run::Vendor(..) = run { hosts.listen(number) } else { Ok(()) }
+        });
+        let submitted = taken_up.map_err(|error| error.to_string()).and_then(|()| {
+            let submitted = state.submit(&current, &stream, (number, &work), &run, request, &self.in_flight);
+            submitted.map_err(|error| error.to_string())
+        });
         if let Err(error) = submitted {
             // If the library's communicator was given up meanwhile, the work reports the failure behind that.
             let is_known = matches!(&run, Run::Vendor(comm, _) if comm.is_given_up());
@@ -518,7 +517,7 @@ impl Executor {
             // The library allocates, which must not spoil a capture.
             let _relaxed = Relaxed::enter().map_err(failed)?;
             let mut all_gather = |own| ranks.all_gather(own, timeout);
-            vendor.comm.begin_anew(&current, is_touched, &mut all_gather, &|| ranks.are_there())?;
+            vendor.comm.begin_anew(&current, is_touched, timeout, &mut all_gather, &|| ranks.are_there())?;
         }
         self.in_flight.resume(state.before);
         ranks.greatest(0, timeout).map(|_| ())

@@ -85,14 +85,9 @@ impl Libraries {
     }
 
     /// This rank, `me` among `names`, as it decides with them on the library.
-    pub(crate) fn candidate<'a>(
-        &self,
-        comm: &'a str,
-        (me, names): (Rank, &'a [Rank]),
-        timeout: Duration,
-    ) -> Candidate<'a> {
+    pub(crate) fn candidate<'a>(&self, comm: &'a str, (me, names): (Rank, &'a [Rank])) -> Candidate<'a> {
         let (offer, library) = self.offer();
-        let (limit, fields, lent) = (timeout.min(self.limit), self.fields.clone(), self.lent.clone());
+        let (limit, fields, lent) = (self.limit, self.fields.clone(), self.lent.clone());
         let ranks_per_root = self.ranks_per_root;
         Candidate { comm, me, names, limit, fields, ranks_per_root, offer, library, lent, part: None }
     }
@@ -340,7 +335,7 @@ fn library(
     are_there: &dyn Fn() -> bool,
 ) -> Result<Option<[Library; LANES]>, Error> {
     let PairSetup { comm, me, libraries, .. } = own;
-    let Some((chosen, _)) = libraries.candidate(comm, (place, names), timeout).choose(members, all_gather)? else {
+    let Some((chosen, _)) = libraries.candidate(comm, (place, names)).choose(members, all_gather)? else {
         return Ok(None);
     };
     let made = || Ok::<_, CudaError>([Branch::new(context)?, Branch::new(context)?]);
@@ -349,7 +344,7 @@ fn library(
     let sent = lane(*me, peer, Direction::Send);
     let mut begin = |(number, branch): (usize, Branch)| -> Result<Library, Error> {
         let direction = if number == sent { Direction::Send } else { Direction::Receive };
-        let comm = chosen.begin(&current, all_gather, are_there)?;
+        let comm = chosen.begin(&current, timeout, all_gather, are_there)?;
         Ok(Library { comm, direction, peer: 1 - place.0, branch: Arc::new(branch) })
     };
     let [first, second] = made;

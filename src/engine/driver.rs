@@ -13,7 +13,8 @@ use crate::engine::heartbeat::{Absence, Heartbeat, InFlight};
 use crate::engine::progress::Engine;
 use crate::engine::wait_policy::Wait;
 use crate::error::Error;
-use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, Ordering, Weak, lock};
+use crate::sync::{self, Arc, AtomicBool, AtomicUsize, Condvar, Mutex, NoUnwinding, Ordering, Weak, lock};
+use crate::sys::file_writer::await_written;
 use crate::sys::fork::Origin;
 use crate::sys::poller::Poller;
 use crate::sys::process::current_cpu;
@@ -77,6 +78,11 @@ impl Driver {
     /// Runs `f` on the engine, under its lock.
     pub(crate) fn with_engine<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> T {
         f(&mut lock(&self.engine))
+    }
+
+    /// As [`with_engine`](Driver::with_engine); none in a forked child, where the lock may be held for ever.
+    pub(crate) fn with_engine_here<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+        self.is_here().then(|| self.with_engine(f))
     }
 
     /// Makes progress once. True: something moved.
@@ -193,6 +199,9 @@ impl Driver {
 
     /// Has `on_loss` called, on a thread kept for such calls, once a rank is lost.
     pub(crate) fn on_loss(&self, on_loss: OnLoss) {
+        if !self.is_here() {
+            return;
+        }
         // Dropped without the engine's lock.
         let _forgotten = self.with_engine(|engine| engine.set_on_loss(on_loss));
         self.tell_of_loss();
@@ -200,7 +209,10 @@ impl Driver {
 
     fn tell_of_loss(&self) {
         if let Some((on_loss, error)) = self.with_engine(Engine::take_on_loss) {
-            callbacks::call_elsewhere(Box::new(move || on_loss(error)));
+            callbacks::call_elsewhere(Box::new(move || {
+                await_written();
+                on_loss(error);
+            }));
         }
     }
 
@@ -265,6 +277,8 @@ impl Driver {
 
     /// Drives until `done` or the deadline, on this thread.
     pub(crate) fn drive_until(&self, done: impl Fn(&Driver) -> bool, deadline: Option<Instant>) {
+        // Else others would wait for ever for progress that this thread owns.
+        let guard = NoUnwinding;
         self.waiters.fetch_add(1, Ordering::SeqCst);
         if !self.spin_until(&done, deadline) {
             self.sleep_until(&done, deadline);
@@ -276,6 +290,7 @@ impl Driver {
         } else if self.with_engine(|engine| engine.is_busy()) {
             self.want_progress_thread();
         }
+        std::mem::forget(guard);
     }
 
     /// Drives without sleeping for a while after the last progress. True: done, or out of time.

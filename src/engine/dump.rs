@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
@@ -12,6 +12,7 @@ use crate::engine::copying::CopyStats;
 use crate::engine::flight_recorder::Record;
 use crate::engine::outbox::LinkStats;
 use crate::engine::progress::Engine;
+use crate::sys::file_writer::write_aside;
 use crate::sys::numa::Home;
 use crate::sys::tcp_info::TcpStats;
 use crate::transport::{LaneStats, RailStats, RingStats};
@@ -198,56 +199,79 @@ impl Engine {
         serde_json::to_string(&dump).expect("numbers and texts are JSON")
     }
 
-    /// Writes the flight recorder down after a failure. The others are told of it first, since a folder may be slow.
+    /// Has the flight recorder written down after a failure.
     pub(crate) fn write_due_dump(&mut self) {
         if let Some(reason) = self.context.dump_due.take() {
+            // The others are told of it first.
             self.progress_sends();
             self.dump_failure(&reason);
         }
     }
 
-    /// Writes what this rank knows to the configured folder, if there is one and the last time was long enough ago.
+    /// Has what this rank knows written to the configured folder, if there is one and the last time was long enough ago.
     pub(crate) fn dump_failure(&mut self, reason: &str) {
         if self.dumped.is_none_or(|at| at.elapsed() >= PAUSE) {
             self.dumped = Some(Instant::now());
-            self.dump_configured(reason);
-        }
-    }
-
-    /// Writes what this rank knows to the configured folder, if there is one.
-    pub(crate) fn dump_configured(&self, reason: &str) {
-        let Some(folder) = &self.dump_directory else { return };
-        match self.write_dump(folder, reason) {
-            Ok(file) => {
-                log::error!("communicator `{}` rank {}: {reason}: see {}", self.name(), self.context.me, file.display())
+            if let Some(file) = self.configured_dump(reason) {
+                write_aside(Box::new(move || file.write_and_tell()));
             }
-            Err(error) => log::error!(
-                "communicator `{}` rank {}: {reason}; the flight recorder could not be written to {}: {error}",
-                self.name(),
-                self.context.me,
-                folder.display()
-            ),
         }
     }
 
-    /// Writes what this rank knows to a file of that folder, which is made if need be, and returns its name.
-    pub(crate) fn write_dump(&self, folder: &Path, reason: &str) -> io::Result<PathBuf> {
-        std::fs::create_dir_all(folder)?;
+    /// What this rank knows, for the configured folder, if there is one.
+    pub(crate) fn configured_dump(&mut self, reason: &str) -> Option<DumpFile> {
+        let folder = self.dump_directory.clone()?;
+        Some(self.dump_file(folder, reason))
+    }
+
+    /// What this rank knows, for a file of that folder.
+    pub(crate) fn dump_file(&mut self, folder: PathBuf, reason: &str) -> DumpFile {
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
         let name: String = self.name().chars().map(plain).take(64).collect();
         let file = folder.join(format!("ncclx_rs-{name}-{}-rank{}.json", &self.id[..8], self.context.me));
-        // Whole or not at all, for a program that reads meanwhile.
-        let partial = file.with_extension(format!("{}.partial", std::process::id()));
+        self.dump_files += 1;
+        let partial = file.with_extension(format!("{}-{}.partial", std::process::id(), self.dump_files));
+        let what = format!("communicator `{}` rank {}: {reason}", self.name(), self.context.me);
+        DumpFile { folder, file, partial, text: self.dump(reason), what }
+    }
+}
+
+/// A dump that is to be written without the engine's lock, since a folder may be slow.
+pub(crate) struct DumpFile {
+    folder: PathBuf,
+    file: PathBuf,
+    /// What it is called until it is whole, for a program that reads meanwhile.
+    partial: PathBuf,
+    text: String,
+    what: String,
+}
+
+impl DumpFile {
+    /// Writes it, into a folder that is made if need be, and returns its name.
+    pub(crate) fn write(&self) -> io::Result<PathBuf> {
+        std::fs::create_dir_all(&self.folder)?;
         let mut options = OpenOptions::new();
         options
             .write(true)
             .create(true)
             .truncate(true)
             .mode(0o600)
-            .open(&partial)?
-            .write_all(self.dump(reason).as_bytes())?;
-        std::fs::rename(&partial, &file)?;
-        Ok(file)
+            .open(&self.partial)?
+            .write_all(self.text.as_bytes())?;
+        std::fs::rename(&self.partial, &self.file)?;
+        Ok(self.file.clone())
+    }
+
+    /// Writes it, and logs where it is.
+    pub(crate) fn write_and_tell(&self) {
+        let what = &self.what;
+        match self.write() {
+            Ok(file) => log::error!("{what}: see {}", file.display()),
+            Err(error) => {
+                let folder = self.folder.display();
+                log::error!("{what}; the flight recorder could not be written to {folder}: {error}");
+            }
+        }
     }
 }
 
@@ -256,13 +280,19 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use serde_json::Value;
 
     use super::*;
     use crate::engine::message::Direction;
     use crate::engine::mock_peer::Harness;
     use crate::engine::region::Words;
+    use crate::sync::{Mutex, lock};
     use crate::types::Source;
+
+    /// Held by tests whose dumps are written aside, in turn with those of the whole process.
+    static ASIDE: Mutex<()> = Mutex::new(());
 
     fn dumps(folder: &Path) -> Vec<(PathBuf, Value)> {
         let Ok(files) = std::fs::read_dir(folder) else { return Vec::new() };
@@ -281,6 +311,7 @@ mod tests {
     #[test]
     fn a_failure_is_written_down_once() {
         use std::os::unix::fs::PermissionsExt;
+        let _aside = lock(&ASIDE);
         let folder = tempfile::tempdir().expect("a folder");
         // One that is not there yet.
         let place = folder.path().join("dumps");
@@ -288,7 +319,7 @@ mod tests {
         let mut words = Words::new(vec![0; 4]);
         let receive = Direction::Receive(Source::Rank(Rank(1)));
         for _ in 0..2 {
-            assert!(harness.start(receive, &mut words, Duration::ZERO).result().expect("over").is_err());
+            assert!(harness.start(receive, &mut words, Duration::ZERO).wait(None).is_err());
         }
         let dumps = dumps(&place);
         let [(file, dump)] = &dumps[..] else { panic!("one file, not {dumps:?}") };
@@ -312,13 +343,30 @@ mod tests {
         let mut harness = recording(&place);
         let mut words = Words::new(vec![0; 4]);
         harness.start(Direction::Receive(Source::Any), &mut words, Duration::from_secs(60));
-        let file = harness.engine.write_dump(&place, "somebody asked").expect("written");
+        let file = harness.engine.dump_file(place.clone(), "somebody asked").write().expect("written");
         let dumps = dumps(&place);
         assert_eq!((&dumps[0].0, &dumps[0].1["reason"]), (&file, &Value::from("somebody asked")));
         let record = &dumps[0].1["records"][0];
         assert_eq!((&record["state"], &record["peer"]), (&Value::from("running"), &Value::Null));
         assert!(record["ended"].is_null() && record["failure"].is_null());
         assert_eq!((&dumps[0].1["peers"][0]["rank"], &dumps[0].1["size"]), (&Value::from(1), &Value::from(2)));
+    }
+
+    #[test]
+    fn an_operation_ends_in_time_where_the_folder_does_not_answer() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut harness = recording(folder.path());
+        let _aside = lock(&ASIDE);
+        // Who opens it for writing waits until somebody reads.
+        let name = format!("ncclx_rs-test-00000000-rank0.{}-1.partial", std::process::id());
+        rustix::fs::mkfifoat(rustix::fs::CWD, folder.path().join(&name), rustix::fs::Mode::RWXU).expect("a pipe");
+        let mut words = Words::new(vec![0; 4]);
+        let receive = Direction::Receive(Source::Rank(Rank(1)));
+        let begin = Instant::now();
+        assert!(harness.start(receive, &mut words, Duration::ZERO).wait(None).is_err());
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+        let text = std::fs::read_to_string(folder.path().join(&name)).expect("it is written once somebody reads");
+        assert!(text.contains("recv(32 bytes from rank 1, tag 0)"), "{text}");
     }
 
     #[test]

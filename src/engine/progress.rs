@@ -60,6 +60,8 @@ pub(crate) struct Engine {
     pub(crate) dump_directory: Option<PathBuf>,
     /// When that was done last.
     pub(crate) dumped: Option<Instant>,
+    /// How many files of dumps were begun.
+    pub(crate) dump_files: u64,
 }
 
 impl Engine {
@@ -102,6 +104,7 @@ impl Engine {
             home: None,
             dump_directory: None,
             dumped: None,
+            dump_files: 0,
         }
     }
 

@@ -4,6 +4,7 @@ pub(crate) mod cache;
 pub mod cma;
 pub mod cuda;
 pub mod exit;
+pub(crate) mod file_writer;
 pub mod fork;
 pub mod lent_bytes;
 mod library;

@@ -310,6 +310,21 @@ fn a_library_that_does_not_begin_is_an_error_on_all_ranks() {
 }
 
 #[test]
+fn each_operation_has_its_own_time_for_a_library_to_begin() {
+    const NAME: &str = "mixed::each_operation_has_its_own_time_for_a_library_to_begin";
+    on(NAME, "c-hhc", &[(4, ("FAKENCCL_FAULT", "1:init:hang"))], |process, device| {
+        let member = Member::join(process, "late", device, &MIXED);
+        for limit in [2.0, 8.0] {
+            let error = fails(&member, Duration::from_secs_f64(limit)).to_string();
+            let waited = error.split_once("has not begun within ").and_then(|(_, after)| after.split_once(" s"));
+            let waited: f64 = waited.and_then(|(seconds, _)| seconds.parse().ok()).unwrap_or_else(|| panic!("{error}"));
+            assert!((limit / 4.0..=limit / 2.0).contains(&waited), "of {limit} s: {error}");
+        }
+        member.leave();
+    });
+}
+
+#[test]
 fn a_rank_without_their_library_goes_through_the_host_alone() {
     const NAME: &str = "mixed::a_rank_without_their_library_goes_through_the_host_alone";
     for setting in [("NCCLX_RS_NCCL_LIBRARY", "/nowhere/libnccl.so.2"), ("FAKENCCL_VERSION", "22807")] {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -223,7 +224,9 @@ def priorities(rank: int, size: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for is_high in (False, True):
         hints = {"is_high_priority_stream": "true"} if is_high else {}
-        group = dist.new_group(backend="ncclx_rs", pg_options=Options(hints=hints))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as one that the hint is not known
+            group = dist.new_group(backend="ncclx_rs", pg_options=Options(hints=hints))
         backend = group._get_backend(device)
         # Not contiguous, so that operators copy it on the operation's stream; and the backend's own call, since what
         # runs within c10d's operator is not noted.

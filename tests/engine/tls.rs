@@ -145,17 +145,25 @@ fn an_expired_certificate_is_refused_on_both_sides() {
 fn settings_that_lack_a_file_are_refused_on_both_sides() {
     let (folder, authority) = (tempdir().unwrap(), Authority::new("ours"));
     let good = authority.settings(&folder, 0, 4000);
-    for index in 0..3 {
-        let (mut without, mut elsewhere, mut empty) = (good.clone(), good.clone(), good.clone());
-        let (name, _) = without.remove(index);
-        elsewhere[index].1 = "/nowhere.pem".to_owned();
-        empty[index].1 = write(&folder, "empty", "");
-        for (bad, cause) in [(&without, "is not set"), (&elsewhere, "`/nowhere.pem`"), (&empty, "empty`")] {
-            for error in [refused(&good, bad), refused(bad, &good)].concat() {
-                assert!(error.contains(&name) && error.contains(cause), "{error}");
+    // Beside each other: the rank whose settings are good looks for the other one for a while, in case it comes anew.
+    std::thread::scope(|scope| {
+        for index in 0..3 {
+            let (mut without, mut elsewhere, mut empty) = (good.clone(), good.clone(), good.clone());
+            let (name, _) = without.remove(index);
+            elsewhere[index].1 = "/nowhere.pem".to_owned();
+            empty[index].1 = write(&folder, "empty", "");
+            for (bad, cause) in [(without, "is not set"), (elsewhere, "`/nowhere.pem`"), (empty, "empty`")] {
+                for pair in [[good.clone(), bad.clone()], [bad, good.clone()]] {
+                    let name = name.clone();
+                    scope.spawn(move || {
+                        for error in refused(&pair[0], &pair[1]) {
+                            assert!(error.contains(&name) && error.contains(cause), "{error}");
+                        }
+                    });
+                }
             }
         }
-    }
+    });
 }
 
 #[test]

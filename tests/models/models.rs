@@ -43,4 +43,11 @@ mod sync {
         loom::thread::spawn(run);
         Ok(())
     }
+
+    /// A panic is the model's result here.
+    pub(crate) struct NoUnwinding;
+
+    impl Drop for NoUnwinding {
+        fn drop(&mut self) {}
+    }
 }

@@ -201,6 +201,11 @@ def test_ucx_is_named_and_a_forked_child_does_without() -> None:
         RdmaTransport(hints={**over_ucx(), "tls": "on"}).bind()
 
 
+def test_unknown_hints_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="the hint `transports` is not known and has no effect"):
+        RdmaTransport(hints={"transports": "tcp"})
+
+
 def test_mistakes_are_refused() -> None:
     tensor = torch.zeros(8)
     memory = RdmaMemory(tensor)

@@ -74,8 +74,7 @@ std::shared_ptr<DeviceStreams> NcclxBackend::streams_on(at::Device device, const
     if (!c10::impl::hasDeviceGuardImpl(device.type()) || engine_->cuda_devices(&error) <= 0) {
       refuse_place(operation, "tensor", at::kCPU, device);
     }
-    const auto priority = options_->hints.find("is_high_priority_stream");
-    const bool is_high = priority != options_->hints.end() && (priority->second == "true" || priority->second == "1");
+    const bool is_high = engine_->is_high_priority_stream(comm()->get()) != 0;
     streams_ = std::make_shared<DeviceStreams>(device, is_high);
   }
   return streams_;

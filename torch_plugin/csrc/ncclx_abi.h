@@ -149,6 +149,8 @@ struct NcclxEngine {
   int32_t (*submit_batch)(NcclxComm* comm, const NcclxOp* ops, size_t count, NcclxHandle** handle, NcclxError* error);
   // Sets up what operations on a device need. Collective; blocks.
   int32_t (*prepare_device)(NcclxComm* comm, int32_t device, NcclxError* error);
+  // Whether streams that the shim makes for operations are to have high priority: 1 or 0.
+  int32_t (*is_high_priority_stream)(const NcclxComm* comm);
   // Whether a CUDA graph captures a stream of this device: 1 or 0; -1 with an error.
   int32_t (*is_captured)(int32_t device, uint64_t stream, NcclxError* error);
   // What a communicator of these `n` ranks, none on a rank that is in no part, takes over of a vendor's library; null if it begins
@@ -185,4 +187,4 @@ static_assert(sizeof(NcclxBuffer) == 24);
 static_assert(sizeof(NcclxOp) == 128);
 static_assert(sizeof(NcclxStore) == 32);
 static_assert(sizeof(NcclxInit) == 72);
-static_assert(sizeof(NcclxEngine) == 304);
+static_assert(sizeof(NcclxEngine) == 312);

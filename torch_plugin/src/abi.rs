@@ -123,6 +123,7 @@ struct RawEngine {
     cuda_devices: extern "C" fn(*mut RawError) -> i32,
     submit_batch: extern "C" fn(*const Communicator, *const RawOp, usize, *mut *mut Work, *mut RawError) -> i32,
     prepare_device: extern "C" fn(*const Communicator, i32, *mut RawError) -> i32,
+    is_high_priority_stream: extern "C" fn(*const Communicator) -> i32,
     is_captured: extern "C" fn(i32, u64, *mut RawError) -> i32,
     part: extern "C" fn(*const Communicator, *const i32, u64, *mut *mut LibraryPart, *mut RawError) -> i32,
     inherit: extern "C" fn(*const Communicator, *mut LibraryPart),
@@ -136,7 +137,7 @@ const _: () = assert!(size_of::<RawBuffer>() == 24);
 const _: () = assert!(size_of::<RawOp>() == 128);
 const _: () = assert!(size_of::<RawStore>() == 32);
 const _: () = assert!(size_of::<RawInit>() == 72);
-const _: () = assert!(size_of::<RawEngine>() == 304);
+const _: () = assert!(size_of::<RawEngine>() == 312);
 
 static ENGINE: RawEngine = RawEngine {
     size: size_of::<RawEngine>() as u32,
@@ -170,6 +171,7 @@ static ENGINE: RawEngine = RawEngine {
     cuda_devices,
     submit_batch,
     prepare_device,
+    is_high_priority_stream,
     is_captured,
     part,
     inherit,
@@ -247,7 +249,7 @@ extern "C" fn create(init: *const RawInit, comm: *mut *mut Communicator, error: 
         // SAFETY: each a string that lives for the call.
         let hints: Vec<String> = hints.iter().map(|text| unsafe { string(*text) }).collect();
         let hints: Vec<_> = hints.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect();
-        logging::warn_of_unknown(&hints).map_err(|error| (Status::Usage, error))?;
+        logging::warn_of_unknown(&hints).map_err(|error| (Status::Usage, error.to_string()))?;
         // SAFETY: a string that lives for the call.
         let name = unsafe { string(init.name) };
         let (rank, size) = convert::place(&name, init.rank, init.size).map_err(|error| failure(&error.into()))?;
@@ -460,6 +462,11 @@ extern "C" fn set_timeout(comm: *const Communicator, timeout_ms: i64) {
 extern "C" fn timeout(comm: *const Communicator) -> i64 {
     // SAFETY: given out by `create` and not yet given back.
     or_end(|| i64::try_from(unsafe { &*comm }.timeout().as_millis()).unwrap_or(i64::MAX))
+}
+
+extern "C" fn is_high_priority_stream(comm: *const Communicator) -> i32 {
+    // SAFETY: given out by `create` and not yet given back.
+    or_end(|| i32::from(unsafe { &*comm }.is_high_priority_stream()))
 }
 
 extern "C" fn collectives(comm: *const Communicator) -> u64 {

@@ -53,15 +53,12 @@ fn finish_log(py: Python<'_>) -> bool {
 }
 
 /// Warns of unknown hints by Python's warnings. An error is a warning that Python's filters turned into an exception.
-pub(crate) fn warn_of_unknown(hints: &[(String, String)]) -> Result<(), String> {
+pub(crate) fn warn_of_unknown(hints: &[(String, String)]) -> PyResult<()> {
     let unknown = config::unknown_hints(hints);
     if unknown.is_empty() {
         return Ok(());
     }
-    Python::attach(|py| {
-        let warned = py.import("ncclx_rs._logging").and_then(|own| own.call_method1("warn_of_hints", (unknown,)));
-        warned.map(drop).map_err(|error| error.to_string())
-    })
+    Python::attach(|py| py.import("ncclx_rs._logging")?.call_method1("warn_of_hints", (unknown,)).map(drop))
 }
 
 /// The engine's logger.

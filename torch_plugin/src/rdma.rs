@@ -11,6 +11,7 @@ use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::logging;
 use crate::memory::address_of;
 
 /// Adds the classes to the module.
@@ -94,6 +95,7 @@ pub(crate) struct RdmaConnection {
 impl RdmaConnection {
     #[new]
     fn new(hints: Vec<(String, String)>, packages: Vec<PathBuf>) -> PyResult<Self> {
+        logging::warn_of_unknown(&hints)?;
         let transport = Transport::with_packages(&hints, packages).map_err(|error| exception(&error))?;
         Ok(RdmaConnection { transport })
     }

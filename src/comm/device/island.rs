@@ -32,13 +32,12 @@ impl DeviceSide {
         group: &impl Group,
         operation: &str,
         device: Option<u32>,
-        timeout: Duration,
         exchange: &mut AllGather<'_>,
     ) -> Result<Arc<Mixed>, Error> {
         let mut known = lock(&self.mixed);
         let mixed = match &*known {
             Some(mixed) if !mixed.is_doubtful() => mixed.clone(),
-            _ => known.insert(Arc::new(self.find_islands(group, device, timeout, exchange)?)).clone(),
+            _ => known.insert(Arc::new(self.find_islands(group, device, exchange)?)).clone(),
         };
         if let (Some(member), Some(device)) = (&mixed.member, device) {
             own_device(member.context.device().ordinal(), operation, device)?;
@@ -50,7 +49,6 @@ impl DeviceSide {
         &self,
         group: &impl Group,
         device: Option<u32>,
-        timeout: Duration,
         exchange: &mut AllGather<'_>,
     ) -> Result<Mixed, Error> {
         let (comm, me) = (group.name(), group.place().me);
@@ -75,8 +73,7 @@ impl DeviceSide {
         let member = match own {
             Some((_, Some(library), context)) if ranks.len() > 1 => {
                 let place = ranks.iter().position(|rank| *rank == me).expect("it is in its group");
-                // Half, so that why one has not begun is known before the operation's time is over.
-                let candidate = self.libraries.candidate(comm, (Rank::from(place), &ranks), timeout / 2);
+                let candidate = self.libraries.candidate(comm, (Rank::from(place), &ranks));
                 let chosen = candidate.alike(library);
                 let turn = Mutex::new(Turn { staging: Words::new(Vec::new()), generation: 0, has_begun: false });
                 Some(Member { chosen, context, ranks, place, turn, library: Mutex::new(None) })

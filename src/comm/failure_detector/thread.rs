@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::notice::Notice;
 use super::state::DetectorState;
 use super::watch::{Registration, Report, Watch};
-use crate::sync::{Arc, Condvar, Mutex, Weak, lock};
+use crate::sync::{self, Arc, Condvar, Mutex, Weak, lock};
 use crate::sys::fork::PerProcess;
 use crate::sys::poller::Poller;
 
@@ -43,7 +43,7 @@ impl DetectorThread {
         let mut shared = lock(&self.shared);
         if !shared.is_running {
             let thread = Arc::clone(self);
-            std::thread::Builder::new().name("ncclx_rs_watch".to_owned()).spawn(move || thread.run())?;
+            sync::spawn("ncclx_rs_watch", move || thread.run())?;
             shared.is_running = true;
         }
         let registration = shared.watch.add(state, report);

@@ -291,7 +291,8 @@ impl Messages {
             let theirs = peers.hear(peer, tag, until.saturating_duration_since(Instant::now()))?;
             Ok(if me < peer { vec![own, theirs] } else { vec![theirs, own] })
         };
-        library.begin_anew(&current, is_touched, &mut all_gather, &|| peers.are_there())
+        let timeout = until.saturating_duration_since(Instant::now());
+        library.begin_anew(&current, is_touched, timeout, &mut all_gather, &|| peers.are_there())
     }
 
     fn barrier(

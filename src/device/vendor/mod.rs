@@ -87,6 +87,7 @@ pub(crate) struct Candidate<'a> {
     pub(crate) comm: &'a str,
     pub(crate) me: Rank,
     pub(crate) names: &'a [Rank],
+    /// As in [`Chosen`].
     pub(crate) limit: Duration,
     pub(crate) fields: Arc<NcclFields>,
     pub(crate) ranks_per_root: usize,
@@ -140,7 +141,7 @@ pub(crate) struct Chosen {
     comm: String,
     me: Rank,
     names: Vec<Rank>,
-    /// How long to wait for the other ranks when one begins.
+    /// How long at most to wait for the other ranks when one begins.
     limit: Duration,
     fields: Arc<NcclFields>,
     ranks_per_root: usize,
@@ -155,17 +156,18 @@ impl Chosen {
         format!("{} {}", self.library.name(), self.library.version())
     }
 
-    /// Begins a communicator with all ranks. It waits for them while they `are_there`.
+    /// Begins a communicator with all ranks. It waits for them so long, while they `are_there`.
     ///
     /// # Errors
     /// The library fails on a rank, and those of `all_gather`. The same on all ranks.
     pub(crate) fn begin(
         &self,
         current: &Current<'_>,
+        timeout: Duration,
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
     ) -> Result<Arc<VendorComm>, Error> {
-        Ok(self.with(Arc::new(begin(self, current, all_gather, are_there)?)))
+        Ok(self.with(Arc::new(begin(self, current, timeout, all_gather, are_there)?)))
     }
 
     /// Takes a communicator that all ranks have already.
@@ -202,10 +204,12 @@ fn is_root(rank: usize, ranks: usize, ranks_per_root: usize) -> bool {
 fn begin(
     chosen: &Chosen,
     current: &Current<'_>,
+    timeout: Duration,
     all_gather: &mut AllGather<'_>,
     are_there: &dyn Fn() -> bool,
 ) -> Result<NcclComm, Error> {
-    let Chosen { library, comm, me, names, limit, fields, ranks_per_root, .. } = chosen;
+    let Chosen { library, comm, me, names, fields, ranks_per_root, .. } = chosen;
+    let limit = timeout.min(chosen.limit);
     let failed =
         |cause| InitError::Os { comm: comm.to_owned(), what: format!("a communicator of {}", chosen.library()), cause };
     let has_roots = library.features().contains(&Feature::Roots);
@@ -223,14 +227,14 @@ fn begin(
     let begun = NcclComm::begin(library, current, &ids, (me.0, names.len() as u32), fields);
     let (raw, beginning) = match begun {
         Err(error) => (None, Beginning::Failed(error.to_string())),
-        Ok(raw) => match wait(|| raw.progress(), *limit, || !are_there()) {
+        Ok(raw) => match wait(|| raw.progress(), limit, || !are_there()) {
             Ok(Progress::Done) => (Some(raw), Beginning::Begun),
             Ok(Progress::Going) => (Some(raw), Beginning::Late),
             Err(error) => (Some(raw), Beginning::Failed(error.to_string())),
         },
     };
     let told: Result<Vec<Beginning>, Error> = tell(comm, names, all_gather, Ok(beginning));
-    match (told.map(|told| problem(names, &told, *limit)), raw) {
+    match (told.map(|told| problem(names, &told, limit)), raw) {
         (Ok(None), Some(raw)) => Ok(raw),
         (problem, raw) => {
             raw.into_iter().for_each(|raw| abort_aside(Arc::new(raw)));
@@ -355,6 +359,7 @@ impl VendorComm {
         &self,
         current: &Current<'_>,
         is_touched: bool,
+        timeout: Duration,
         all_gather: &mut AllGather<'_>,
         are_there: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
@@ -375,7 +380,7 @@ impl VendorComm {
         }
         // On a thread of its own: the device may wait for a rank that waits for this rank here.
         abort_aside(lock(&self.raw).clone());
-        let raw = begin(&self.chosen, current, all_gather, are_there)?;
+        let raw = begin(&self.chosen, current, timeout, all_gather, are_there)?;
         *lock(&self.raw) = Arc::new(raw);
         lock(&self.connected).clear();
         // Relaxed: as in `is_left`.

@@ -202,14 +202,14 @@ impl VendorComm {
             Decision::Split(place) => place,
         };
         let current = current.expect("each rank has told that it can");
-        let (made, beginning) = split(chosen, &raw, current, place, others);
-        let told =
-            stages.stage(Said::Ended(beginning), wanted.timeout.saturating_add(chosen.limit), |said| match said {
-                Said::Ended(beginning) => Some(beginning),
-                _ => None,
-            });
+        let limit = wanted.timeout.min(chosen.limit);
+        let (made, beginning) = split(chosen, &raw, current, (place, limit), others);
+        let told = stages.stage(Said::Ended(beginning), wanted.timeout.saturating_add(limit), |said| match said {
+            Said::Ended(beginning) => Some(beginning),
+            _ => None,
+        });
         let problem = match told {
-            Ok(told) => problem(&chosen.names, &told, chosen.limit),
+            Ok(told) => problem(&chosen.names, &told, limit),
             Err(error) => {
                 // The library may wait for a rank for ever.
                 made.into_iter().for_each(|made| abort_aside(Arc::new(made)));
@@ -224,7 +224,7 @@ impl VendorComm {
         };
         made.into_iter().for_each(|made| abort_aside(Arc::new(made)));
         // The library is done for with the one that it could not split.
-        self.begin_anew(current, true, all_gather, &|| others.are_there()).inspect_err(|_| self.give_up())?;
+        self.begin_anew(current, true, limit, all_gather, &|| others.are_there()).inspect_err(|_| self.give_up())?;
         let what = format!("a split of its communicator of {}", chosen.library());
         Err(InitError::Os { comm: chosen.comm.clone(), what, cause }.into())
     }
@@ -257,7 +257,7 @@ fn split(
     chosen: &Chosen,
     raw: &Arc<NcclComm>,
     current: &Current<'_>,
-    place: Option<Place>,
+    (place, limit): (Option<Place>, Duration),
     others: &dyn Others,
 ) -> (Option<NcclComm>, Beginning) {
     let failed = |error: NcclError| Beginning::Failed(error.to_string());
@@ -265,7 +265,7 @@ fn split(
         Ok(splitting) => splitting,
         Err(error) => return (None, failed(error)),
     };
-    let progress = wait(|| splitting.progress(), chosen.limit, || !others.are_there());
+    let progress = wait(|| splitting.progress(), limit, || !others.are_there());
     let made = splitting.finish();
     match (progress, made) {
         (Err(error), made) => (made, failed(error)),
@@ -275,7 +275,7 @@ fn split(
         }
         (Ok(Progress::Done), None) => (None, Beginning::Begun),
         (Ok(Progress::Done), Some(made)) => {
-            let begun = match wait(|| made.progress(), chosen.limit, || !others.are_there()) {
+            let begun = match wait(|| made.progress(), limit, || !others.are_there()) {
                 Ok(Progress::Done) => Beginning::Begun,
                 Ok(Progress::Going) => Beginning::Late,
                 Err(error) => failed(error),
