@@ -104,7 +104,8 @@ options! {
     timeout: Duration, "timeout_seconds", "1800", &[],
         "How long an operation may take.";
     connect_timeout: Duration, "connect_timeout_seconds", "300", &[],
-        "Bootstrap timeout: how long to wait for all ranks to join a communicator.";
+        "Bootstrap timeout: how long to wait for all ranks to join a communicator. A `timeout` that the program gives and that \
+         is shorter limits this too; a longer one does not lengthen it.";
     peer_timeout: Duration, "peer_timeout_seconds", "30", &[],
         "How long another host may be silent, its kernel included, before its ranks count as lost; whole seconds above 2.";
     eager_bytes: EagerBytes, "eager_bytes", "65536", &[],

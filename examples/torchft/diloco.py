@@ -1,6 +1,6 @@
 """Replicas that train alone and rarely communicate, after DiLoCo (arXiv:2311.08105) or as local SGD, on ncclx_rs.
 
-    pip install torchft
+    pip install torchft-nightly==2026.10.26
     python examples/torchft/diloco.py
     python examples/torchft/diloco.py --local-sgd
 

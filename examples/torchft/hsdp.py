@@ -1,6 +1,6 @@
 """Fault-tolerant HSDP: FSDP2 within each replica and torchft's manager between them, all on ncclx_rs.
 
-    pip install torchft
+    pip install torchft-nightly==2026.10.26
     python examples/torchft/hsdp.py
 
 Each of the two replicas has two processes, which shard the model. FSDP2 reduces gradients within a replica, and the

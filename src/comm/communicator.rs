@@ -54,7 +54,8 @@ pub struct CommOptions {
     pub size: usize,
     /// Where the ranks find each other. Keys of one communicator must not meet those of another.
     pub store: Arc<dyn Store>,
-    /// The time limit of operations that have none of their own; the configuration's when absent.
+    /// The time limit of operations that have none of their own; the configuration's when absent. Joining takes no
+    /// longer either, nor longer than the setting `connect_timeout_seconds`.
     pub timeout: Option<Duration>,
     /// Settings for this communicator alone, by name; see [`crate::config`].
     pub hints: Vec<(String, String)>,

@@ -5,6 +5,7 @@ They are written anew with NCCLX_RS_UPDATE_DOCS=1.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -33,6 +34,11 @@ DTYPES = (*MOVABLE, torch.float4_e2m1fn_x2)
 SINCE = {
     "process groups that lose and gain members": ("2.14", lambda: hasattr(dist, "_reconfigure")),
     "`torch.distributed.set_timeout`": ("2.14", lambda: hasattr(dist, "set_timeout")),
+    "`torch.distributed.monitored_barrier` of groups that are not named `gloo`": (
+        "2.14",
+        lambda: "only implemented for GLOO" not in inspect.getsource(dist.monitored_barrier),
+    ),
+    "windows of process groups": ("2.14", lambda: hasattr(dist.ProcessGroup, "new_window")),
 }
 
 

@@ -1,8 +1,9 @@
 """The tutorials: each program and each command of docs/tutorials runs, on machines and schedulers that are posed.
 
-A block of code whose first line is a comment with a file's name is that file. Every other block of shell is run, line
-by line. Two machines are two shells on this one, whose ranks take each other for other hosts'. Slurm's and Kubernetes'
-commands are small programs, which start processes as these do. The tutorial in Rust is run by `cargo test --doc`.
+A block of code whose first line, but for `#!`, is a comment with a file's name is that file. Every other block of shell
+is run, line by line. Two machines are two shells on this one, whose ranks take each other for other hosts'. Slurm's and
+Kubernetes' commands are small programs, which start processes as these do. The tutorial in Rust is run by
+`cargo test --doc`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Tutorial:
         self.commands: list[str] = []
         text = (TUTORIALS / f"{name}.md").read_text()
         for language, code in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            file = re.match(r"# (\w+\.(?:py|sh|yaml))\n", code)
+            file = re.match(r"(?:#!.*\n)?# (\w+\.(?:py|sh|yaml))\n", code)
             code = self.here(code)
             if file:
                 self.files.append(file[1])

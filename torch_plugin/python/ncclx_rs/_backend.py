@@ -22,7 +22,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     Raises:
         ImportError: the native module does not load; see `native`.
         ValueError: a setting, variable or option is not valid.
-        torch.distributed.DistNetworkError: ranks did not join or cannot be reached.
+        torch.distributed.DistBackendError: ranks did not join in time.
+        torch.distributed.DistNetworkError: the store or a rank cannot be reached.
     """
     module = native()
     if _loads_data():

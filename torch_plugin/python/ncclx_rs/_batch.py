@@ -23,7 +23,7 @@ class BatchIssuer(Protocol):
 class BatchSendRecv:
     """Sends and receives that run concurrently; made by `TorchComm.batch_op_create`.
 
-    Messages between two ranks match in the order of the batch.
+    Messages between two ranks match in the order of the batch. What is called wrongly raises as in `TorchComm`.
     """
 
     def __init__(self, comm: BatchIssuer) -> None:

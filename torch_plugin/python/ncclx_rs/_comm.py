@@ -50,9 +50,10 @@ class TorchComm(Operations):
     the call returns at once, and the program must not touch the tensors until the returned work is done. ``timeout``
     and ``hints`` apply to the one operation. Tensors must be contiguous and on the communicator's device.
 
-    An operation that is called wrongly raises ValueError or RuntimeError, which names the argument and the expected
-    value; nothing is sent, and the communicator stays usable. An operation that fails raises RuntimeError, which names
-    the operation and the ranks at fault.
+    An operation that is called wrongly raises TypeError for an argument of the wrong type (what is no tensor, rank,
+    reduction or timeout, or options of another operation), otherwise ValueError or RuntimeError. The error names the
+    argument and the expected value; nothing is sent, and the communicator stays usable. A negative timeout is a
+    ValueError. An operation that fails raises RuntimeError, which names the operation and the ranks at fault.
     """
 
     def __init__(self, backend: TorchCommBackend, name: str, device: torch.device, options: CommOptions) -> None:
@@ -215,7 +216,11 @@ class TorchComm(Operations):
         self._impl.set_timeout(limit)  # type: ignore[attr-defined]
 
     def set_hints(self, hints: Mapping[str, str]) -> None:
-        """Adds hints to the communicator's, which its splits inherit."""
+        """Adds hints that later splits and reconfigurations take; the communicator itself stays as it is until then.
+
+        Raises:
+            TypeError: the hints do not map text to text.
+        """
         self._options.hints.update(as_hints("set_hints", hints))
 
     def __enter__(self) -> Self:
@@ -266,8 +271,9 @@ class TorchComm(Operations):
             The new communicator, or None for a caller in no list.
 
         Raises:
-            TypeError: ``ranks`` is no list of ranks and no list of such lists.
-            ValueError: the timeout is negative.
+            TypeError: ``ranks`` is no list of ranks and no list of such lists, the timeout is neither a duration nor a
+                number of seconds, or the hints do not map text to text.
+            ValueError: the timeout is negative, or a hint has no valid value.
             RuntimeError: a rank is not in this communicator or is repeated, the list lacks the caller, or the backend
                 cannot split; with NCCL also, a rank did not call it in time, or the ranks' lists do not go together.
 
@@ -401,14 +407,17 @@ class TorchComm(Operations):
             uuid: a number that no earlier call with these members had; or all arguments in one object.
             init_handles: every member's `get_init_handle`. A list has the members in the order of their ranks; a set
                 leaves the order open.
-            timeout: the timeout of joining; the communicator's if not given.
+            timeout: the timeout of joining, at most ``connect_timeout_seconds``, 300 s; the communicator's if not
+                given.
             hints: settings in addition to the communicator's.
 
         Returns:
             A completed work.
 
         Raises:
-            ValueError: the timeout is negative.
+            TypeError: ``init_handles`` is missing, the timeout is neither a duration nor a number of seconds, or the
+                hints do not map text to text.
+            ValueError: the timeout is negative, or a hint has no valid value.
             RuntimeError: the backend or the communicator does not support reconfiguration, the handles are wrong, or
                 members did not join in time.
         """
@@ -477,11 +486,15 @@ class TorchComm(Operations):
     # ---- hooks ----
 
     def register_pre_hook(self, callback: Callable[[OpName, int, Any], object]) -> _hooks.RemovableHandle:
-        """Calls ``callback(name, op_id, args)`` before every operation. If it raises, the operation is not issued."""
+        """Calls ``callback(name, op_id, args)`` before every operation that `OpName` lists.
+
+        If it raises, the operation is not issued. Accesses to windows, `all_gather_p_init`, `all_gather_p_exec`,
+        `all_gather_p_free` and `reconfigure` have no hooks.
+        """
         return self._pre_hooks.add(callback)
 
     def register_post_hook(self, callback: Callable[[int, Any], object]) -> _hooks.RemovableHandle:
-        """Calls ``callback(op_id, args)`` after every operation was issued."""
+        """Calls ``callback(op_id, args)`` after every operation that `OpName` lists was issued."""
         return self._post_hooks.add(callback)
 
     def register_abort_hook(self, callback: Callable[[], object]) -> _hooks.RemovableHandle:

@@ -47,9 +47,10 @@ def new_comm(
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost;
             otherwise the operation raises, and so does every later one. The default is the value of
             ``TORCHCOMM_ABORT_ON_ERROR``, else true.
-        timeout: the timeout of joining, and of operations without one of their own. The default is the value of the
-            hint ``timeout_seconds``, of ``NCCLX_RS_TIMEOUT_SECONDS`` or of ``TORCHCOMM_TIMEOUT_SECONDS``, else 600 s;
-            zero stands for it.
+        timeout: the timeout of operations without one of their own. The default is the value of the hint
+            ``timeout_seconds``, of ``NCCLX_RS_TIMEOUT_SECONDS`` or of ``TORCHCOMM_TIMEOUT_SECONDS``, else 600 s; zero
+            stands for it. It limits joining too, which the engine gives up after ``connect_timeout_seconds``, 300 s,
+            however long the timeout is.
         is_high_priority_stream: whether CUDA operations run on a high-priority stream.
         store: the store for the bootstrap. The default is a TCP store at ``MASTER_ADDR`` and ``MASTER_PORT``.
         enable_reconfigure: whether `TorchComm.reconfigure` may change the members.
@@ -63,9 +64,11 @@ def new_comm(
         TypeError: an argument has the wrong type.
         ModuleNotFoundError: there is no such backend.
         ImportError: its shared library cannot be used.
-        ValueError: the backend does not serve the device, a hint has no valid value, or the timeout is negative.
-        RuntimeError: rank, size or the store's address are not known, an environment variable has no valid value, or
-            ranks did not join in time.
+        ValueError: the backend does not serve the device, the timeout is negative, or a hint or a variable
+            ``NCCLX_RS_<NAME>`` of a setting has no valid value.
+        RuntimeError: rank, size or the store's address are not known, ranks did not join in time, or
+            ``NCCLX_RS_TIMEOUT_SECONDS``, ``TORCHCOMM_TIMEOUT_SECONDS``, ``TORCHCOMM_ABORT_ON_ERROR`` or a launcher's
+            variable has no valid value.
     """
     # Not on top: PyTorch may be imported only in part then.
     from ncclx_rs._torchcomms_operators import install

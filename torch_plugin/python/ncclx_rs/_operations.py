@@ -473,6 +473,8 @@ class Operations:
         """Sends ``input_tensor_list[r]`` to rank r; ``output_tensor_list[r]`` comes from rank r. The sizes may differ.
 
         Raises:
+            ValueError: the tensors differ in dtype, or what this rank sends to itself has another size than what it
+                expects.
             RuntimeError: a list has not one tensor for each rank, two ranks disagree on the size of a message, or a
                 rank called something else or nothing.
 

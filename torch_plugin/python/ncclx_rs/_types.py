@@ -193,7 +193,8 @@ class CommOptions:
 
     Attributes:
         abort_process_on_timeout_or_error: whether the process ends when an operation times out or a rank is lost.
-        timeout: the timeout of operations that have none of their own; zero stands for the default.
+        timeout: the timeout of operations that have none of their own, and of joining as `new_comm` says; zero stands
+            for the default.
         store: the store of the bootstrap.
         rank: this process's rank.
         size: the number of ranks.
@@ -346,7 +347,7 @@ class ReconfigureOptions:
     Attributes:
         uuid: a number that no earlier call with these members had.
         init_handles: every member's `TorchComm.get_init_handle`; a list has them in the order of their ranks.
-        timeout: the timeout of joining; the communicator's if None.
+        timeout: the timeout of joining, at most ``connect_timeout_seconds``, 300 s; the communicator's if None.
         hints: settings in addition to the communicator's.
     """
 

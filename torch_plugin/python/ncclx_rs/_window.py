@@ -413,9 +413,10 @@ class TorchCommWindow:
         """A rank's part as a tensor of this process. In a compiled graph it is a copy.
 
         This rank's own part is the registered tensor. Another rank's can be mapped if the rank is on this host and its
-        tensor is memory of `TorchComm.get_mem_allocator`. Reads and writes of it need synchronization, as by `signal`
-        and `wait_signal`. It may be used after `tensor_deregister`, but no longer has the other rank's data once that
-        rank has freed its tensor. `get` and `put` reach the parts of all ranks.
+        tensor is memory of `TorchComm.get_mem_allocator` on the CPU; a CUDA tensor of another rank cannot. Reads and
+        writes of it need synchronization, as by `signal` and `wait_signal`. It may be used after `tensor_deregister`,
+        but no longer has the other rank's data once that rank has freed its tensor. `get` and `put` reach the parts of
+        all ranks.
 
         Args:
             rank: the rank whose part it is.

@@ -175,12 +175,18 @@ def split_group(
 
 
 def new_window(group: Any = None, backend: str | None = None) -> NoReturn:
-    """Windows belong to communicators here.
+    """Refuses torchcomms' windows of process groups.
+
+    Communicators of `new_comm` have windows. From PyTorch 2.14 on, process groups have PyTorch's own: their method
+    ``new_window`` makes one.
 
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError("new_window: a process group has no windows; make a communicator by ncclx_rs.new_comm")
+    raise RuntimeError(
+        "new_window: a process group has no windows of torchcomms; make a communicator by ncclx_rs.new_comm, "
+        "or call the group's own new_window, from PyTorch 2.14 on"
+    )
 
 
 def reduce_scatter_quantized(*args: Any, **kwargs: Any) -> NoReturn:

@@ -2,8 +2,13 @@
 
 ``torch.save`` serializes the objects. With ``weights_only=True``, the default, a rank accepts only tensors, plain
 containers and plain values from other ranks. Other objects need ``weights_only=False``, which unpickles and so runs
-code that the sender chose: use it only among ranks that trust each other. With ``TORCHCOMMS_SERIALIZATION=pickle``,
-``pickle`` serializes the objects.
+code that the sender chose: use it only among ranks that trust each other. An object that is not accepted raises
+``pickle.UnpicklingError``.
+
+With ``TORCHCOMMS_SERIALIZATION=pickle`` in the environment, ``pickle`` serializes the objects, and a rank unpickles
+whatever comes, also with ``weights_only=True``: here, too, the ranks must trust each other.
+
+To receive objects takes numpy.
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ def all_gather_object(
         object_list: a list with one place for each rank, which is filled.
         obj: this rank's object.
         timeout: the timeout of each operation.
-        weights_only: whether to accept only tensors and plain values.
+        weights_only: whether to accept only tensors and plain values; not with ``TORCHCOMMS_SERIALIZATION=pickle``.
+
+    Raises:
+        ValueError: ``object_list`` has not one place for each rank.
     """
     _check_length("all_gather_object", "object_list", object_list, comm.get_size())
     mine = _to_bytes(obj, comm)
@@ -60,7 +68,10 @@ def gather_object(
         root: the rank that gets the objects.
         object_gather_list: on the root, a list with one place for each rank, which is filled.
         timeout: the timeout of each operation.
-        weights_only: whether to accept only tensors and plain values.
+        weights_only: whether to accept only tensors and plain values; not with ``TORCHCOMMS_SERIALIZATION=pickle``.
+
+    Raises:
+        ValueError: on the root, ``object_gather_list`` is missing or has not one place for each rank.
     """
     if comm.get_rank() == root:
         if object_gather_list is None:
@@ -111,7 +122,7 @@ def recv_object_list(
         object_list: a list as long as the sent one, which is filled.
         src: the sending rank.
         timeout: the timeout of each operation.
-        weights_only: whether to accept only tensors and plain values.
+        weights_only: whether to accept only tensors and plain values; not with ``TORCHCOMMS_SERIALIZATION=pickle``.
     """
     sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
     comm.recv(sizes, src, False, timeout=timeout)
@@ -134,7 +145,7 @@ def broadcast_object_list(
         object_list: on the root, the objects; elsewhere a list of the same length, which is filled.
         root: the rank that has the objects.
         timeout: the timeout of each operation.
-        weights_only: whether to accept only tensors and plain values.
+        weights_only: whether to accept only tensors and plain values; not with ``TORCHCOMMS_SERIALIZATION=pickle``.
     """
     is_root = comm.get_rank() == root
     sizes = torch.empty(len(object_list), dtype=torch.long, device=comm.get_device())
@@ -165,7 +176,11 @@ def scatter_object_list(
         scatter_object_output_list: a list of at least one element; the first is replaced by this rank's object.
         scatter_object_input_list: on the root, one object for each rank.
         timeout: the timeout of each operation.
-        weights_only: whether to accept only tensors and plain values.
+        weights_only: whether to accept only tensors and plain values; not with ``TORCHCOMMS_SERIALIZATION=pickle``.
+
+    Raises:
+        ValueError: ``scatter_object_output_list`` is empty, or the root's list is missing or has not one object for
+            each rank.
     """
     if not scatter_object_output_list:
         raise ValueError("scatter_object_list: argument `scatter_object_output_list`: expected a place, got none")

@@ -29,11 +29,12 @@ class ProcessGroupNcclxRs(ProcessGroupWrapper):
     member is an error of the operations that need it, and of `errored`.
 
     Args:
-        timeout: the timeout of joining and of operations.
+        timeout: the timeout of operations, and of joining, which takes at most ``connect_timeout_seconds``, 300 s.
         hints: settings by name, as those of `ncclx_rs.Options`.
 
     Raises:
-        torch.distributed.DistNetworkError: at joining: members did not join or cannot be reached.
+        torch.distributed.DistBackendError: at joining: members did not join in time.
+        torch.distributed.DistNetworkError: at joining: the store or a member cannot be reached.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60), hints: Mapping[str, str] | None = None) -> None:

@@ -175,7 +175,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ncclx-rs tune",
         description="Finds the fastest algorithm for each collective, world and size, and writes a file that the "
-        "setting tuning_file names. Under a launcher it measures the launcher's world, else worlds on this host.",
+        "setting tuning_file names. Under torchrun, or a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT as it does, it measures the launcher's world, else worlds on this host.",
     )
     made.add_argument("file", type=Path, help="what to write; rows of other worlds that it has already stay")
     made.add_argument(
