@@ -322,8 +322,8 @@ impl Communicator {
     }
 
     /// The lost rank, if there is one, as an [`Error::PeerLost`]. Every later operation fails with it, and so do those in
-    /// flight, unless they end at once. A loss is noticed within a second, also while nothing is in flight; a forked child knows
-    /// of none.
+    /// flight, unless they end at once. A loss is noticed within a second, also while nothing is in flight, unless the ranks that
+    /// watch the lost one for this one have left. A forked child knows of none.
     pub fn loss(&self) -> Option<Error> {
         self.driver.with_engine_here(|engine| engine.loss()).flatten()
     }
