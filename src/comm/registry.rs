@@ -110,8 +110,9 @@ mod tests {
         let (lets_go, let_go) = mpsc::channel();
         std::thread::scope(|scope| {
             // Another thread is in the engine at the fork, and never leaves it in the child.
-            scope.spawn(|| {
-                comm.driver.with_engine(|_| {
+            let driver = comm.driver.clone();
+            scope.spawn(move || {
+                driver.with_engine(|_| {
                     holds.send(()).expect("somebody waits");
                     let_go.recv().expect("an answer");
                 });

@@ -32,10 +32,13 @@ fn in_child(test: &str, mut wires: impl Iterator<Item = Wire>) -> Option<Wire> {
         return wires.find(|known| format!("{known:?}") == wire);
     }
     let _alone = alone();
-    for wire in wires {
+    let children = wires.map(|wire| {
         let mut child = Command::new(std::env::current_exe().expect("this program"));
         child.args([&format!("descriptors::{test}"), "--exact", "--nocapture"]).env(VARIABLE, format!("{wire:?}"));
-        assert!(child.status().expect("a child").success(), "{wire:?}");
+        (wire, child.spawn().expect("a child"))
+    });
+    for (wire, mut child) in children.collect::<Vec<_>>() {
+        assert!(child.wait().expect("its end").success(), "{wire:?}");
     }
     None
 }

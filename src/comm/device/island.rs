@@ -1,6 +1,6 @@
 //! How ranks find out which of them are alike (`engine=mixed`), and what they tell each other.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{DeviceSide, Group, hear, own_device, tell};
 use crate::comm::island::{Member, Mixed, Turn};
