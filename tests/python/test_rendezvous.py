@@ -229,7 +229,7 @@ def finds_no_secret(rank: int, size: int, store: dist.Store, options: dict[str, 
     """Fails by what only this rank sees, and no check of hints."""
     with pytest.raises(ValueError, match="job_secret"):
         hints = {"job_secret": "short"}
-        ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, hints=hints, timeout=30, **options)
+        ncclx_rs.new_comm("ncclx", "cpu", rank=rank, size=size, store=store, hints=hints, timeout=5, **options)
 
 
 def those_who_found_no_secret_one_after_another_meet_anew(rank: int, size: int, options: dict[str, Any]) -> None:
