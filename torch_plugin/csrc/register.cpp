@@ -10,6 +10,7 @@ namespace py = pybind11;
 #include "device.cpp"
 #include "direct_call.cpp"
 #include "memory.cpp"
+#include "monitored_barrier.cpp"
 #include "operators.cpp"
 #include "window.cpp"
 #include "wrapper.cpp"
