@@ -35,21 +35,29 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
     return;
   }
   if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
-  std::vector<WorkPtr> reports;
-  for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
   std::vector<int> missing;
-  for (int peer = 1; peer < getSize(); ++peer) {
-    try {
-      reports[peer - 1]->wait();
-    } catch (const c10::Error&) {
-      missing.push_back(peer);
-      if (!wait_all_ranks) break;
-    }
-  }
-  if (!missing.empty()) {
+  const auto late = [&] {
     const std::string who = wait_all_ranks ? "Ranks " : "Rank ";
-    raise(NCCLX_FAILURE, "[Rank 0]: " + who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit);
+    return who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit;
+  };
+  try {
+    std::vector<WorkPtr> reports;
+    for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
+    for (int peer = 1; peer < getSize(); ++peer) {
+      try {
+        reports[peer - 1]->wait();
+      } catch (const c10::Error&) {
+        // A loss or an abort ends the reports of all ranks, also of those that may yet come.
+        if (!static_cast<const NcclxWork&>(*reports[peer - 1]).has_timed_out()) throw;
+        missing.push_back(peer);
+        if (!wait_all_ranks) break;
+      }
+    }
+  } catch (const c10::Error& error) {
+    raise(NCCLX_FAILURE, std::string("[Rank 0]: monitoredBarrier failed: ") + text_of(error) +
+                             (missing.empty() ? "" : "; " + late()));
   }
+  if (!missing.empty()) raise(NCCLX_FAILURE, "[Rank 0]: " + late());
   std::vector<WorkPtr> releases;
   for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, release));
   for (auto& work : releases) work->wait();

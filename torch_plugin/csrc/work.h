@@ -124,6 +124,9 @@ class NcclxWork : public c10d::Work {
     return c10d::Work::wait(timeout == kNoTimeout ? kNoTimeout : left());
   }
 
+  // Whether it has ended because its time was over.
+  bool has_timed_out() const { return status_ == NCCLX_TIMEOUT; }
+
   void abort() override { TORCH_CHECK(false, "ncclx_rs: a single operation cannot be aborted; abort its group"); }
 
   std::vector<at::Tensor> result() override { return results_; }
@@ -152,9 +155,9 @@ class NcclxWork : public c10d::Work {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
     auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
     getFuture()->addCallback([result, self](c10::ivalue::Future& future) {
-      const auto outcome = !future.hasError()                   ? c10d::WorkResult::SUCCESS
-                           : self->status_ == NCCLX_TIMEOUT ? c10d::WorkResult::TIMEOUT
-                                                            : c10d::WorkResult::COMM_ERROR;
+      const auto outcome = !future.hasError()      ? c10d::WorkResult::SUCCESS
+                           : self->has_timed_out() ? c10d::WorkResult::TIMEOUT
+                                                   : c10d::WorkResult::COMM_ERROR;
       result->markCompleted(c10::IValue(static_cast<int64_t>(outcome)));
     });
     return result;
