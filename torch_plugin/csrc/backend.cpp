@@ -148,7 +148,7 @@ void Communicator::watch(const std::shared_ptr<GroupState>& group) {
     // Without a loss, this may run under the engine's lock, where the group with its hooks must not be dropped.
     if (status == NCCLX_OK) return;
     if (const auto group = callback->group.lock()) {
-      GroupState::call_failure_hooks(callback->engine, group->record_failure_of(callback->generation, status));
+      GroupState::call_failure_hooks(callback->engine, group->record_failure(callback->generation, status));
     }
   };
   engine_->on_loss(comm_, done, new LossCallback{group, group->generation(), engine_});

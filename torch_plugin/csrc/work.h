@@ -56,6 +56,9 @@ class NcclxWork : public c10d::Work {
     if (error) note(error);
   }
 
+  // Makes this a work of an earlier generation of members than the one at its construction.
+  void is_of(uint64_t generation) { generation_ = generation; }
+
   // Makes this work end with `error` once the operations added so far are done.
   void fail(std::exception_ptr error) { note(error); }
 
@@ -84,6 +87,7 @@ class NcclxWork : public c10d::Work {
       NcclxError error;
       int32_t status;
       try {
+        const GroupState::OwnWork own(*group_);
         status = wait_for(engine_, handles_[i], -1, &error);
       } catch (...) {
         interrupted = std::current_exception();
@@ -196,7 +200,7 @@ class NcclxWork : public c10d::Work {
   std::unique_ptr<GroupState::FailureCall> failed(int32_t status, const char* text) {
     status_ = status;
     note(ncclx::exception(status, text));
-    return group_->record_failure(status);
+    return group_->record_failure(generation_, status);
   }
 
   void note(std::exception_ptr error) {
@@ -210,6 +214,7 @@ class NcclxWork : public c10d::Work {
   }
 
   void all_done() {
+    const GroupState::OwnWork own(*group_);
     try {
       if (!first_error_) {
         for (Operands& operands : operands_) operands.finish();
@@ -252,6 +257,7 @@ class NcclxWork : public c10d::Work {
   const uint64_t key_ = next_completion_key();
   const NcclxEngine* engine_;
   std::shared_ptr<GroupState> group_;
+  uint64_t generation_ = group_->generation();
   Written written_;
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;
