@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -120,3 +121,44 @@ def test_exceptions_of_a_handler_and_of_an_abort_hook_are_told() -> None:
     assert done.returncode == 0
     for text in ("ValueError: of the handler", "ValueError: of the hook"):
         assert text in done.stderr, done.stderr
+
+
+# The end of a process by a failure, which is the default.
+ABORTED = """
+import os, sys, threading
+from datetime import timedelta
+import ncclx_rs, torch
+import torch.distributed as dist
+
+
+def raises():
+    raise ValueError("of the hook")
+
+
+comm = ncclx_rs.new_comm("ncclx", "cpu", store=dist.HashStore(), rank=0, size=1)
+comm.register_abort_hook(raises)
+comm.register_abort_hook(lambda: print("the next hook runs", file=sys.stderr, flush=True))
+if sys.argv[1] == "closed":
+    sys.stderr = open(os.devnull, "w")
+    sys.stderr.close()
+comm.recv(torch.ones(1), 0, True, timeout=timedelta(milliseconds=50))
+threading.Event().wait(60)
+"""
+
+
+def aborted(stderr: str) -> str:
+    """What the program writes before it is aborted."""
+    command = [sys.executable, "-c", ABORTED, stderr]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    return done.stderr
+
+
+def test_a_hook_that_raises_is_told_before_an_abort_and_the_next_one_runs() -> None:
+    said = aborted("open")
+    for text in ("ValueError: of the hook", "the next hook runs", "Aborting process due to timeout or error"):
+        assert text in said, said
+
+
+def test_a_closed_standard_error_keeps_no_process_from_being_aborted() -> None:
+    aborted("closed")

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import WATCHDOG_SECONDS, World, fresh_store, lacking, leaving_together, this_worker
-from ncclx_rs import ReduceOp, TorchComm
+from ncclx_rs import ReduceOp, TorchComm, _pytorch_recorder
 from ncclx_rs.diagnose import dumps
 from ncclx_rs.hooks import FlightRecorderHook, NanCheckHook
 from torch._C._distributed_c10d import _WorkerServer
@@ -396,6 +396,44 @@ def test_a_dumps_name_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert recorder.dump_file(1) == str(tmp_path / "trace_1")
     monkeypatch.setenv("TORCH_FR_DUMP_DYNAMIC_FILE_NAME", "1")
     assert recorder.dump_file(1) == str(tmp_path / "trace_")
+
+
+def test_a_failure_before_the_first_call_of_new_members_leaves_a_dump(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.setenv("TORCHCOMM_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "changing", enable_reconfigure=True)
+    recorder_of(comm)
+    comm.reconfigure(1, [comm.get_init_handle()]).wait()
+    comm._abort_hooks()
+    assert (tmp_path / "trace_0").exists()
+    comm.finalize()
+
+
+def test_a_home_folder_is_needed_only_where_no_variable_names_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("there is no home")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setenv("TORCH_FR_DUMP_ON_TIMEOUT", "1")
+    comm = ncclx_rs.new_comm("ncclx", "cpu", "homeless", store=dist.HashStore(), rank=0, size=1)
+    recorder_of(comm)
+    comm.barrier(False)
+    comm._abort_hooks()
+    said = "could not write what rank 0 of communicator `homeless` did last: there is no home"
+    assert said in capsys.readouterr().err
+    _pytorch_recorder._write_trace()
+    assert "could not be written: there is no home" in caplog.text
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    comm._abort_hooks()
+    assert (tmp_path / "trace_0").exists()
+    comm.finalize()
 
 
 @needs_analyser

@@ -1,13 +1,15 @@
-"""The monitored barrier: rank 0 names the missing ranks, and a late call does not count for the next barrier."""
+"""The monitored barrier: rank 0 names missing ranks, or a lost one. A late call does not count for the next barrier."""
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, fresh_store, leaving_together
+from harness import BACKEND, World, fresh_store, leaving_together, meet
 
 SHORT, PATIENT = timedelta(seconds=1), timedelta(seconds=60)
 
@@ -56,6 +58,20 @@ def a_barrier_without_a_limit_takes_the_groups(rank: int, size: int) -> None:
                     dist.monitored_barrier(group)
 
 
+def a_lost_rank_is_to_blame_and_not_one_that_may_yet_come(rank: int, size: int, wait_all_ranks: bool) -> None:
+    dist.barrier()
+    meet()
+    if rank == 2:
+        time.sleep(0.5)  # rank 0 waits by then
+        os._exit(7)
+    with leaving_together(range(2)):
+        if rank == 0:
+            lost = r"\[Rank 0\]: monitoredBarrier failed: .*rank 2 is lost"
+            with pytest.raises(dist.DistBackendError, match=lost) as raised:
+                dist.monitored_barrier(timeout=PATIENT, wait_all_ranks=wait_all_ranks)
+            assert "failed to pass" not in str(raised.value)
+
+
 @pytest.mark.worlds(sizes=(1, 2, 3))
 def test_all_pass(world: World) -> None:
     world.run(all_pass)
@@ -70,3 +86,10 @@ def test_late_ranks_have_not_come_to_the_next(fresh_world: World) -> None:
 @pytest.mark.worlds(sizes=(2,), modes=("shm",))
 def test_a_barrier_without_a_limit_takes_the_groups(fresh_world: World) -> None:
     fresh_world.run(a_barrier_without_a_limit_takes_the_groups)
+
+
+@pytest.mark.skipif(BACKEND != "ncclx_rs", reason="gloo waits for the other ranks first")
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp"))
+def test_a_lost_rank_is_to_blame_and_not_one_that_may_yet_come(fresh_world: World, wait_all_ranks: bool) -> None:
+    fresh_world.run(a_lost_rank_is_to_blame_and_not_one_that_may_yet_come, wait_all_ranks, dies={2})

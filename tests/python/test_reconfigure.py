@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import threading
 from datetime import timedelta
 
 import pytest
@@ -137,6 +139,49 @@ def the_configured_limit_stays(rank: int, size: int) -> None:
         dist.recv(torch.ones(1), tag=7)
 
 
+def a_signals_handler_changes_members_amid_a_blocking_call(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    group, tensor = dist.group.WORLD, torch.ones(5)
+    backend = group._get_backend(torch.device("cpu"))
+    calls = (
+        lambda: dist.recv(tensor, 1),
+        lambda: dist.all_reduce(tensor),
+        lambda: torch.ops.ncclx_rs.all_reduce_(tensor, str(group.group_name)),
+    )
+    for turn, call in enumerate(calls):
+        dist._reconfigure(2 * turn + 1, everyone).wait()
+        if rank == 0:
+            alone = functools.partial(dist._reconfigure, 2 * turn + 2, everyone[:1])
+            before = signal.signal(signal.SIGUSR2, lambda *_, alone=alone: alone())
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2))
+            timer.start()
+            try:
+                with pytest.raises(RuntimeError, match="the process group was reconfigured"):
+                    call()
+            finally:
+                timer.join()
+                signal.signal(signal.SIGUSR2, before)
+            assert backend.get_error() == type(backend.get_error()).SUCCESS
+            assert_sum(1)
+        meet()
+
+
+def a_callback_changes_members(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    dist._reconfigure(1, everyone).wait()
+    work = dist.irecv(torch.empty(5), 1) if rank == 0 else None
+    if work is not None:
+        changed = work.get_future().then(lambda _: dist._reconfigure(2, everyone[:1]))
+    meet()
+    if work is None:
+        dist.send(torch.ones(5), 0)
+    else:
+        changed.wait()
+        work.wait()
+        assert_sum(1)
+    meet()
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -149,6 +194,16 @@ def the_configured_limit_stays(rank: int, size: int) -> None:
     ids=lambda check: check.__name__,
 )
 def test_reconfigure(world: World, check) -> None:
+    world.run(check, join=False)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+@pytest.mark.parametrize(
+    "check",
+    [a_signals_handler_changes_members_amid_a_blocking_call, a_callback_changes_members],
+    ids=lambda check: check.__name__,
+)
+def test_reconfigure_within_an_operation(world: World, check) -> None:
     world.run(check, join=False)
 
 

@@ -148,7 +148,7 @@ void Communicator::watch(const std::shared_ptr<GroupState>& group) {
     // Without a loss, this may run under the engine's lock, where the group with its hooks must not be dropped.
     if (status == NCCLX_OK) return;
     if (const auto group = callback->group.lock()) {
-      GroupState::call_failure_hooks(callback->engine, group->record_failure_of(callback->generation, status));
+      GroupState::call_failure_hooks(callback->engine, group->record_failure(callback->generation, status));
     }
   };
   engine_->on_loss(comm_, done, new LossCallback{group, group->generation(), engine_});
@@ -611,58 +611,6 @@ WorkPtr NcclxBackend::recv(Tensors& tensors, int peer, int tag) {
 
 WorkPtr NcclxBackend::recvAnysource(Tensors& tensors, int tag) {
   return message(NCCLX_RECV, tensors, -1, tag, c10d::kUnsetTimeout);
-}
-
-// As gloo's, with the same error messages: every rank reports to rank 0, which releases them once all have reported, and
-// names the missing ranks.
-void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  // Programs cannot use tags from 2^31 on. Each call has its own tags, so that a late report is not taken for one of the
-  // next call.
-  const uint32_t report = 0x8000'0000 | comm()->next_monitored_barrier() << 1;
-  const uint32_t release = report | 1;
-  // PyTorch passes its default if the program has given no timeout.
-  const bool is_limited = opts.timeout != c10d::kUnsetTimeout && opts.timeout != kBackendDefaultTimeout;
-  const Milliseconds timeout = is_limited ? opts.timeout : Milliseconds(engine_->timeout(comm()->get()));
-  const std::string limit = std::to_string(timeout.count()) + " ms";
-  auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
-    at::Tensor token = at::zeros({1}, at::kByte);
-    return launch({.kind = kind, .operation = "monitored_barrier", .title = nullptr, .type = OpType::BARRIER,
-                   .timeout = timeout, .async = true, .results = {}, .profiled = {}, .peer = peer, .tag = tag,
-                   .fill = [&](Operands& o, size_t) {
-                     kind == NCCLX_SEND ? o.input(token, "token") : o.output(token, "token");
-                   }});
-  };
-  if (getRank() != 0) {
-    try {
-      exchange(NCCLX_SEND, 0, report)->wait();
-      exchange(NCCLX_RECV, 0, release)->wait();
-    } catch (const c10::Error& error) {
-      const std::string rank = "Rank " + std::to_string(getRank());
-      raise(NCCLX_FAILURE, "[" + rank + "]: " + rank + " successfully reached monitoredBarrier, but received errors " +
-                               "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank: " +
-                               error.what_without_backtrace());
-    }
-    return;
-  }
-  if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
-  std::vector<WorkPtr> reports;
-  for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
-  std::vector<int> missing;
-  for (int peer = 1; peer < getSize(); ++peer) {
-    try {
-      reports[peer - 1]->wait();
-    } catch (const c10::Error&) {
-      missing.push_back(peer);
-      if (!wait_all_ranks) break;
-    }
-  }
-  if (!missing.empty()) {
-    const std::string who = wait_all_ranks ? "Ranks " : "Rank ";
-    raise(NCCLX_FAILURE, "[Rank 0]: " + who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit);
-  }
-  std::vector<WorkPtr> releases;
-  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, release));
-  for (auto& work : releases) work->wait();
 }
 
 std::shared_ptr<Batch> NcclxBackend::exchange_batch(std::shared_ptr<Batch> batch) {

@@ -94,6 +94,7 @@ bool NcclxBackend::run(const DirectCall& call, const at::Tensor& target, const a
     op.out_counts = out_counts.data();
     op.n_counts = in_counts.size();
   }
+  const uint64_t generation = group_->generation();
   // Hooks are told of works, too.
   if (group_->work_started()) {
     group_->work_ended();
@@ -106,18 +107,20 @@ bool NcclxBackend::run(const DirectCall& call, const at::Tensor& target, const a
   if (status == NCCLX_USAGE) return false;  // the other way says so in the words of the caller
   if (status != NCCLX_OK) raise(status, error.text);
   try {
+    const GroupState::OwnWork own(*group_);
     status = wait_for(engine_, handle, -1, &error);
   } catch (...) {
     // A signal's handler has raised: the operation goes on in the background, which keeps the tensors.
     auto rest = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, nullptr, std::nullopt,
                                                Tensors{target, source});
+    rest->is_of(generation);
     rest->add(handle);
     rest->follow();
     throw;
   }
   engine_->release(handle);
   if (status == NCCLX_OK) return true;
-  GroupState::call_failure_hooks(engine_, group_->record_failure(status));
+  GroupState::call_failure_hooks(engine_, group_->record_failure(generation, status));
   raise(status, error.text);
 }
 

@@ -52,6 +52,27 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     Hooks<FailureHook> hooks;
   };
 
+  // While it exists, its thread has a work of the group in flight that no other thread can end.
+  class OwnWork {
+   public:
+    explicit OwnWork(const GroupState& group) : group_(&group), before_(std::exchange(last_, this)) {}
+    ~OwnWork() { last_ = before_; }
+    OwnWork(const OwnWork&) = delete;
+    OwnWork& operator=(const OwnWork&) = delete;
+
+    // How many this thread has of a group.
+    static size_t count(const GroupState& group) {
+      size_t found = 0;
+      for (const OwnWork* own = last_; own; own = own->before_) found += own->group_ == &group;
+      return found;
+    }
+
+   private:
+    static inline thread_local const OwnWork* last_ = nullptr;
+    const GroupState* const group_;
+    const OwnWork* const before_;
+  };
+
   void on_completion(WorkInfoHook hook) {
     auto shared = std::make_shared<const WorkInfoHook>(std::move(hook));
     std::lock_guard<std::mutex> lock(mutex_);
@@ -86,24 +107,29 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // The same, of an operation that no hook is told of.
   void work_ended() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (--in_flight_ == 0) all_ended_.notify_all();
+    --in_flight_;
+    all_ended_.notify_all();
   }
 
+  // Waits for works to end, but not for those that this thread ends afterwards: it may be in a handler of a signal, which
+  // interrupts a blocking call, or in a callback of a work.
   void wait_for_all() {
+    const size_t own = OwnWork::count(*this);
     std::unique_lock<std::mutex> lock(mutex_);
-    all_ended_.wait(lock, [this] { return in_flight_ == 0; });
+    all_ended_.wait(lock, [&] { return in_flight_ <= own; });
   }
 
-  // Records the first failure after which the group may be unusable. The caller passes the result to `call_failure_hooks`
-  // once the work has its error: hooks may take long.
-  std::unique_ptr<FailureCall> record_failure(int32_t status) {
+  // Records the first failure of a generation of members after which the group may be unusable, unless there is a newer
+  // generation. The caller passes the result to `call_failure_hooks` once the work has its error: hooks may take long.
+  std::unique_ptr<FailureCall> record_failure(uint64_t generation, int32_t status) {
     using c10d::ErrorType;
     const ErrorType error = status == NCCLX_TIMEOUT  ? ErrorType::TIMEOUT
                             : status == NCCLX_REMOTE ? ErrorType::REMOTE_ERROR
                             : status == NCCLX_LOST   ? ErrorType::COMM_ERROR
                                                      : ErrorType::SUCCESS;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
+    if (generation != generation_ || paused_) return nullptr;
+    if (error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
     error_ = error;
     if (failure_hooks_.empty()) return nullptr;
     ++hook_calls_;
@@ -194,15 +220,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     ++generation_;
   }
 
-  uint64_t generation() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return generation_;
-  }
-
-  // Records a failure of the members of a generation, unless there is a newer generation.
-  std::unique_ptr<FailureCall> record_failure_of(uint64_t generation, int32_t status) {
-    return generation == this->generation() ? record_failure(status) : nullptr;
-  }
+  uint64_t generation() const { return generation_; }
 
   void resume() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -263,7 +281,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   size_t in_flight_ = 0;
   size_t hook_calls_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
-  uint64_t generation_ = 0;
+  std::atomic<uint64_t> generation_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const WorkInfoHook> work_info_hook_;
   Hooks<FailureHook> failure_hooks_;

@@ -10,6 +10,7 @@ namespace py = pybind11;
 #include "device.cpp"
 #include "direct_call.cpp"
 #include "memory.cpp"
+#include "monitored_barrier.cpp"
 #include "operators.cpp"
 #include "window.cpp"
 #include "wrapper.cpp"
@@ -139,6 +140,7 @@ void define(py::module_& m) {
       // Ranks in no new group of a split have nothing to do.
       .def("perform_nocolor_split", [](NcclxBackend&, at::Device) {});
   m.def("_end_all", [] { NcclxBackend::end_all(g_engine); }, py::call_guard<py::gil_scoped_release>());
+  m.def("_call_hook", [](const py::object& hook) { call_python(hook.ptr(), nullptr); }, py::arg("hook"));
   m.def("_wait_blocking", &wait_blocking, py::arg("work"), py::call_guard<py::gil_scoped_release>());
   m.def("_cuda_devices", &cuda_devices, py::call_guard<py::gil_scoped_release>());
   m.def("_shared_memory", [](int64_t bytes) { return shared_memory(g_engine, bytes); }, py::arg("bytes"),

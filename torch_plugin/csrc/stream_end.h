@@ -134,7 +134,7 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
     if (status != NCCLX_OK) {
       self.status_ = status;
       self.note(ncclx::exception(status, text));
-      call = self.group_->record_failure(status);
+      call = self.group_->record_failure(self.generation_, status);
     }
     self.one_done(nullptr);
     GroupState::call_failure_hooks(self.engine_, std::move(call));
@@ -151,6 +151,7 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
   }
 
   void all_done() {
+    const GroupState::OwnWork own(*group_);
     std::vector<Callback> callbacks;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -170,6 +171,7 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
   const uint64_t key_ = next_completion_key();
   const NcclxEngine* engine_;
   const std::shared_ptr<GroupState> group_;
+  const uint64_t generation_ = group_->generation();
   const c10d::OpType type_;
   std::vector<NcclxHandle*> handles_;
   std::vector<std::shared_ptr<StreamEnd>> members_;  // of a batch

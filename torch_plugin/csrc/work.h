@@ -56,6 +56,9 @@ class NcclxWork : public c10d::Work {
     if (error) note(error);
   }
 
+  // Makes this a work of an earlier generation of members than the one at its construction.
+  void is_of(uint64_t generation) { generation_ = generation; }
+
   // Makes this work end with `error` once the operations added so far are done.
   void fail(std::exception_ptr error) { note(error); }
 
@@ -84,6 +87,7 @@ class NcclxWork : public c10d::Work {
       NcclxError error;
       int32_t status;
       try {
+        const GroupState::OwnWork own(*group_);
         status = wait_for(engine_, handles_[i], -1, &error);
       } catch (...) {
         interrupted = std::current_exception();
@@ -124,6 +128,9 @@ class NcclxWork : public c10d::Work {
     return c10d::Work::wait(timeout == kNoTimeout ? kNoTimeout : left());
   }
 
+  // Whether it has ended because its time was over.
+  bool has_timed_out() const { return status_ == NCCLX_TIMEOUT; }
+
   void abort() override { TORCH_CHECK(false, "ncclx_rs: a single operation cannot be aborted; abort its group"); }
 
   std::vector<at::Tensor> result() override { return results_; }
@@ -152,9 +159,9 @@ class NcclxWork : public c10d::Work {
     auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
     auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
     getFuture()->addCallback([result, self](c10::ivalue::Future& future) {
-      const auto outcome = !future.hasError()                   ? c10d::WorkResult::SUCCESS
-                           : self->status_ == NCCLX_TIMEOUT ? c10d::WorkResult::TIMEOUT
-                                                            : c10d::WorkResult::COMM_ERROR;
+      const auto outcome = !future.hasError()      ? c10d::WorkResult::SUCCESS
+                           : self->has_timed_out() ? c10d::WorkResult::TIMEOUT
+                                                   : c10d::WorkResult::COMM_ERROR;
       result->markCompleted(c10::IValue(static_cast<int64_t>(outcome)));
     });
     return result;
@@ -193,7 +200,7 @@ class NcclxWork : public c10d::Work {
   std::unique_ptr<GroupState::FailureCall> failed(int32_t status, const char* text) {
     status_ = status;
     note(ncclx::exception(status, text));
-    return group_->record_failure(status);
+    return group_->record_failure(generation_, status);
   }
 
   void note(std::exception_ptr error) {
@@ -207,6 +214,7 @@ class NcclxWork : public c10d::Work {
   }
 
   void all_done() {
+    const GroupState::OwnWork own(*group_);
     try {
       if (!first_error_) {
         for (Operands& operands : operands_) operands.finish();
@@ -249,6 +257,7 @@ class NcclxWork : public c10d::Work {
   const uint64_t key_ = next_completion_key();
   const NcclxEngine* engine_;
   std::shared_ptr<GroupState> group_;
+  uint64_t generation_ = group_->generation();
   Written written_;
   std::list<Operands> operands_;
   std::vector<at::Tensor> results_;

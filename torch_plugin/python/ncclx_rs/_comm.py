@@ -22,6 +22,7 @@ from ncclx_rs import _bootstrap, _graph_state, _hooks, _logging, _reconfigure
 from ncclx_rs._backend_class import TorchCommBackend
 from ncclx_rs._backends import C10dBackend
 from ncclx_rs._c10d_hook_args import c10d_hook_args
+from ncclx_rs._load import native
 from ncclx_rs._mistakes import no_device_side
 from ncclx_rs._once import once
 from ncclx_rs._operations import Hints, Operations, op_ids
@@ -626,7 +627,9 @@ def _handle_failure(itself: weakref.ref[TorchComm]) -> None:
     comm._has_handled_failure = True
     comm._state = "aborted"
     try:
-        comm._abort_hooks()
+        for hook in comm._abort_hooks:
+            # Its exception is told before the process ends, and does not keep the next hook from running.
+            native()._call_hook(hook)
     finally:
         if comm._options.abort_process_on_timeout_or_error and not comm._options.enable_reconfigure:
             # The communicator is not aborted first, which would be a goodbye: the other ranks must see a dead rank.
@@ -636,15 +639,17 @@ def _handle_failure(itself: weakref.ref[TorchComm]) -> None:
 
 
 def _abort_process(comm: TorchComm) -> NoReturn:
-    print(
-        f"ncclx_rs: Aborting process due to timeout or error of communicator `{comm._name}`, rank {comm._rank}; "
-        "abort_process_on_timeout_or_error=False would raise an exception instead",
-        file=sys.stderr,
-        flush=True,
-    )
-    # Shows what the engine has logged about the failure.
-    _logging.flush(1.0)
-    os.abort()
+    try:
+        print(
+            f"ncclx_rs: Aborting process due to timeout or error of communicator `{comm._name}`, rank {comm._rank}; "
+            "abort_process_on_timeout_or_error=False would raise an exception instead",
+            file=sys.stderr,
+            flush=True,
+        )
+    finally:  # also if nobody reads the standard error any more
+        # Shows what the engine has logged about the failure.
+        _logging.flush(1.0)
+        os.abort()
 
 
 _FINALIZE_OP_ID = 2**64 - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, ParamSpec
 
@@ -42,8 +42,11 @@ class HookList(Generic[P]):
         self._hooks[key] = hook
         return RemovableHandle(lambda: self._hooks.pop(key, None))
 
+    def __iter__(self) -> Iterator[Callable[P, object]]:
+        return iter(list(self._hooks.values()))
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        for hook in list(self._hooks.values()):
+        for hook in self:
             hook(*args, **kwargs)
 
 

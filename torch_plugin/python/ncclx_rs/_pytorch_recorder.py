@@ -44,11 +44,11 @@ def _write_trace() -> None:
     own = [dumps.parse(text) for text in native().dumps("an operation failed")]
     if not any(dump.records for dump in own):
         return
-    path = _trace.path(pytorch.rank(own[0]))
     try:
+        path = _trace.path(pytorch.rank(own[0]))
         _trace.write(pytorch.trace(own), path)
-    except OSError as error:
-        _log.warning("the flight recorder could not be written to %s: %s", path, error)
+    except (OSError, RuntimeError) as error:  # the latter where there is no home folder
+        _log.warning("the flight recorder could not be written: %s", error)
     else:
         _log.warning("the flight recorder was written to %s", path)
 

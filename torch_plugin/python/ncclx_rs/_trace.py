@@ -176,10 +176,13 @@ def write(trace: dict[str, Any], path: Path) -> None:
 
 
 def path(rank: int) -> Path:
-    """The file of a process's trace, from the environment variables of PyTorch and torchcomms."""
-    default = str(Path.home() / ".cache" / "torchcomm_fr_trace_")
+    """The file of a process's trace, from the environment variables of PyTorch and torchcomms.
+
+    Raises:
+        RuntimeError: no variable names it, and there is no home folder.
+    """
     files = ("TORCHCOMM_FR_DUMP_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    prefix = first(*files) or default
+    prefix = first(*files) or str(Path.home() / ".cache" / "torchcomm_fr_trace_")
     whole = first("TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME", "TORCH_FR_DUMP_DYNAMIC_FILE_NAME")
     return Path(prefix if is_true(whole) else f"{prefix}{rank}")
 

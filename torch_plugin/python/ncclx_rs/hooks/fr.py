@@ -94,6 +94,7 @@ class FlightRecorderHook:
 
         Raises:
             OSError: the file cannot be written.
+            RuntimeError: no variable names it, and there is no home folder.
         """
         path = _trace.path(rank)
         _trace.write(self._ring_buffer.dump(include_completed), path)
@@ -159,11 +160,14 @@ class _CommRecorder(Observer[list[Entry]]):
     def on_aborted(self) -> None:
         if not _trace.dumps_on_failure():
             return
-        rank = self._group.members[self._comm.get_rank()]
+        comm = self._comm
         try:
+            # Not the group's members, which may be those before a reconfiguration: the next call would tell.
+            rank = comm._members[comm.get_rank()]
             path = self._hook.dump_file(rank)
-        except OSError as error:
-            _say(f"the flight recorder could not write what rank {rank} did last: {error}")
+        except Exception as error:
+            place = f"rank {comm.get_rank()} of communicator `{comm.get_name()}`"
+            _say(f"the flight recorder could not write what {place} did last: {error}")
         else:
             _say(f"the flight recorder wrote what rank {rank} did last to {path}")
 

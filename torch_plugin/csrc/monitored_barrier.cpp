@@ -1,0 +1,66 @@
+// The monitored barrier, made of messages. Included by register.cpp.
+#include "backend.h"
+
+namespace ncclx {
+
+// As gloo's, with the same error messages: every rank reports to rank 0, which releases them once all have reported, and
+// names the missing ranks.
+void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  // Programs cannot use tags from 2^31 on. Each call has its own tags, so that a late report is not taken for one of the
+  // next call.
+  const uint32_t report = 0x8000'0000 | comm()->next_monitored_barrier() << 1;
+  const uint32_t release = report | 1;
+  // PyTorch passes its default if the program has given no timeout.
+  const bool is_limited = opts.timeout != c10d::kUnsetTimeout && opts.timeout != kBackendDefaultTimeout;
+  const Milliseconds timeout = is_limited ? opts.timeout : Milliseconds(engine_->timeout(comm()->get()));
+  const std::string limit = std::to_string(timeout.count()) + " ms";
+  auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
+    at::Tensor token = at::zeros({1}, at::kByte);
+    return launch({.kind = kind, .operation = "monitored_barrier", .title = nullptr, .type = OpType::BARRIER,
+                   .timeout = timeout, .async = true, .results = {}, .profiled = {}, .peer = peer, .tag = tag,
+                   .fill = [&](Operands& o, size_t) {
+                     kind == NCCLX_SEND ? o.input(token, "token") : o.output(token, "token");
+                   }});
+  };
+  if (getRank() != 0) {
+    try {
+      exchange(NCCLX_SEND, 0, report)->wait();
+      exchange(NCCLX_RECV, 0, release)->wait();
+    } catch (const c10::Error& error) {
+      const std::string rank = "Rank " + std::to_string(getRank());
+      raise(NCCLX_FAILURE, "[" + rank + "]: " + rank + " successfully reached monitoredBarrier, but received errors " +
+                               "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank: " +
+                               error.what_without_backtrace());
+    }
+    return;
+  }
+  if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
+  std::vector<int> missing;
+  const auto late = [&] {
+    const std::string who = wait_all_ranks ? "Ranks " : "Rank ";
+    return who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit;
+  };
+  try {
+    std::vector<WorkPtr> reports;
+    for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
+    for (int peer = 1; peer < getSize(); ++peer) {
+      try {
+        reports[peer - 1]->wait();
+      } catch (const c10::Error&) {
+        // A loss or an abort ends the reports of all ranks, also of those that may yet come.
+        if (!static_cast<const NcclxWork&>(*reports[peer - 1]).has_timed_out()) throw;
+        missing.push_back(peer);
+        if (!wait_all_ranks) break;
+      }
+    }
+  } catch (const c10::Error& error) {
+    raise(NCCLX_FAILURE, std::string("[Rank 0]: monitoredBarrier failed: ") + text_of(error) +
+                             (missing.empty() ? "" : "; " + late()));
+  }
+  if (!missing.empty()) raise(NCCLX_FAILURE, "[Rank 0]: " + late());
+  std::vector<WorkPtr> releases;
+  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, release));
+  for (auto& work : releases) work->wait();
+}
+
+}  // namespace ncclx
