@@ -122,6 +122,21 @@ def test_the_fastest_become_a_tuning_file(parameters: Path, tmp_path: Path, caps
     open_with(file)
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_what_takes_no_time_has_a_tuning_file_too(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tuning.json"
+    words = ["--within-host", "0,0,0,0", "--hosts", 1, "--ranks-per-host", ranks, "--collectives", "all_gather"]
+    told = found(capsys, *words, "--sizes", "1K,64K", "--output", file)
+    times = [each["seconds"] for one in told["findings"] for each in one["algorithms"].values()]
+    assert len(times) > 2 and not any(times)
+    # The first algorithm is as fast as any other, for both sizes.
+    first = native().algorithms("all_gather", ranks, 1)[0]
+    row = {"collective": "all_gather", "ranks": ranks, "hosts": 1, "max_bytes": 65536, "algorithm": first}
+    assert json.loads(file.read_text())["rows"] == [row]
+
+
 def test_the_start_of_a_world_has_a_time_and_counts(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "--parameters", parameters, "--start", "--hosts", "1,512", "--late", "3=60")
     assert told["schema"] == simulate.SCHEMA and told["late"] == {"3": 60.0}
