@@ -179,6 +179,15 @@ def test_a_world_that_is_too_large_for_an_algorithm_is_told(
     assert "at most 33554432 are simulated: take fewer ranks" in capsys.readouterr().err
 
 
+def test_an_algorithm_that_takes_more_than_five_hours_leaves_the_others(
+    parameters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--parameters", parameters, "--between-hosts", "5e-5,1e-5,1e-5,8e-9", "--collectives", "broadcast"]
+    [told] = found(capsys, *words, "--hosts", 8, "--ranks-per-host", 8, "--sizes", "64G")["findings"]
+    assert told["refused"] == {"direct": "it takes longer than five hours, and no more is counted"}
+    assert "hierarchical" in told["algorithms"] and told["bytes"] == 64 << 30
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
