@@ -72,7 +72,7 @@ impl DeviceSide {
             lent: Arc::default(),
         };
         DeviceSide {
-            algorithm: config.algorithm.clone(),
+            algorithm: config.algorithm.name().map(str::to_owned),
             is_timed: config.device_timing,
             host: host.to_owned(),
             staging_bytes: config.device_staging.get(),
