@@ -14,6 +14,7 @@
 use crate::algo::agreement;
 use crate::algo::alike::{IslandCall, Islands};
 use crate::algo::collective::{DIRECT_MAX_RANKS, Scaling, Setting};
+use crate::algo::direct::Lanes;
 use crate::algo::group::{Group, pieces};
 use crate::algo::{binomial, bruck, direct, ring};
 use crate::schedule::{Action, Builder, Slice, Space};
@@ -66,10 +67,14 @@ pub(super) fn append(
         builder.push(Action::Await { number: GATHERED, slice: all });
     }
     if islands.groups().len() > 1 {
-        for (run, owners) in islands.runs(count) {
-            if owners.contains(&me) {
-                exchange(builder, setting, call, islands, owners, held.part(run.offset - own.offset, run.len));
-            }
+        let mut runs = islands.runs(count);
+        runs.retain(|(_, owners)| owners.contains(&me));
+        let mut lanes = lanes_to_fold(builder, setting, call, &runs);
+        for (run, owners) in runs {
+            let data = held.part(run.offset - own.offset, run.len);
+            exchange(builder, setting, (call, islands), owners, data, lanes);
+            // The next run comes while this one is combined.
+            lanes.iter_mut().for_each(|lanes| lanes.rotate_left(1));
         }
         if island.size() > 1 {
             builder.barrier();
@@ -122,14 +127,36 @@ fn say(builder: &mut Builder, island: &Group) {
     }
 }
 
+/// Memory for the chunks that are combined at once, enough for the longest of these runs: all of them use it. Nothing where no
+/// run is combined in such memory.
+fn lanes_to_fold(
+    builder: &mut Builder,
+    setting: &Setting<'_>,
+    call: IslandCall,
+    runs: &[(Slice, Vec<Rank>)],
+) -> Option<Lanes> {
+    let (run, owners) = runs.iter().max_by_key(|(run, _)| run.len)?;
+    if call != IslandCall::AllReduce || owners.len() > DIRECT_MAX_RANKS {
+        return None;
+    }
+    let longest = run.piece(0, owners.len());
+    let owners = Group::new(owners.clone(), setting.me);
+    Some(direct::lanes_to_fold(builder, &owners, longest, longest.len, chunk_to_fold(setting, *run, &owners)))
+}
+
+/// How many elements the pieces have that the owners of a run combine; the more, the longer it is.
+fn chunk_to_fold(setting: &Setting<'_>, run: Slice, owners: &Group) -> usize {
+    setting.chunk_to_fold(setting.bytes_in(run.space), run.len, owners.size() - 1)
+}
+
 /// Exchanges a run of the data between its owners, one of each group.
 fn exchange(
     builder: &mut Builder,
     setting: &Setting<'_>,
-    call: IslandCall,
-    islands: &Islands,
+    (call, islands): (IslandCall, &Islands),
     owners: Vec<Rank>,
     data: Slice,
+    lanes: Option<Lanes>,
 ) {
     let chunk = setting.chunk_of(data);
     let root = match call {
@@ -144,8 +171,9 @@ fn exchange(
         None => {
             let stripes = pieces(data, owners.size());
             let own = stripes[owners.me()];
-            if is_small {
-                direct::reduce_scatter(builder, &owners, &stripes, own, chunk);
+            if let Some(lanes) = lanes {
+                let chunk = chunk_to_fold(setting, data, &owners);
+                direct::reduce_scatter_by(builder, &owners, &stripes, own, chunk, lanes);
                 direct::all_gather(builder, &owners, own, &stripes, chunk);
             } else {
                 ring::reduce_scatter(builder, &owners, &stripes, chunk);

@@ -15,7 +15,7 @@ use crate::comm::registry;
 use crate::comm::store::Store;
 use crate::comm::summary::{self, Summary};
 use crate::comm::wireup::{Directory, Purpose, Transports};
-use crate::config::{Config, DumpSignal};
+use crate::config::{AlgorithmChoice, Config, DumpSignal};
 use crate::device::vendor::ending::Leaving;
 use crate::engine::callbacks;
 use crate::engine::completion::Finished;
@@ -180,7 +180,7 @@ impl Communicator {
         let manner = manner?;
         let Bootstrap { ranks, comm_id, secret, tuning, scratch_bytes } = joined?;
         Transports::check(&name, &ranks)?;
-        config.algorithm = ranks[0].common.algorithm.clone();
+        config.algorithm = AlgorithmChoice::told(ranks[0].common.algorithm.as_deref());
         let hosts: Vec<&str> = ranks.iter().map(|info| &*info.host_id).collect();
         let nodes: Vec<Option<u32>> = ranks.iter().map(|info| info.cpus.node()).collect();
         let topo = Topology::new(&hosts).on_nodes(&nodes);
@@ -239,7 +239,7 @@ impl Communicator {
         engine.context.rndv.hot_bytes = cache::second_level_bytes() / 2;
         engine.context.rndv.oversubscribed = oversubscribed || polling.time.is_zero();
         engine.context.rndv.team = team;
-        engine.collectives.algorithm.clone_from(&config.algorithm);
+        engine.collectives.algorithm = config.algorithm.name().map(str::to_owned);
         engine.collectives.plans.tuning = tuning;
         engine.collectives.scratch_limit = ScratchLimit::at_most(scratch_bytes);
         // With two ranks, each notices by itself that the other is gone.
@@ -262,7 +262,7 @@ impl Communicator {
         let timeout = timeout.unwrap_or(configured_timeout);
         let place = RankAndSize { me: rank, size };
         let stack_frames = config.stack_frames;
-        let inherited = Inherited { hints: hints_to_inherit(hints, config.algorithm.as_deref()), host };
+        let inherited = Inherited { hints: hints_to_inherit(hints, config.algorithm.name()), host };
         let (timeout_millis, detector) = (AtomicU64::new(millis(timeout)), Mutex::new(detector));
         Ok(Communicator {
             name,

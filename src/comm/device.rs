@@ -73,7 +73,7 @@ impl DeviceSide {
             lent: Arc::default(),
         };
         DeviceSide {
-            algorithm: config.algorithm.clone(),
+            algorithm: config.algorithm.name().map(str::to_owned),
             is_timed: config.device_timing,
             is_high_priority_stream: config.is_high_priority_stream,
             host: host.to_owned(),

@@ -44,7 +44,7 @@ impl fmt::Display for Summary<'_> {
         let reached = if reached.is_empty() { "none".to_owned() } else { reached.join(", ") };
         write!(f, "transports: {reached}; interfaces: {}; ", self.network)?;
         f.write_str("algorithms: ")?;
-        if let Some(algorithm) = &config.algorithm {
+        if let Some(algorithm) = config.algorithm.name() {
             write!(f, "{algorithm} where it can, then ")?;
         }
         match self.tuned {

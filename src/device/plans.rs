@@ -69,6 +69,16 @@ impl Programs {
     }
 }
 
+/// The segments of a plan.
+#[derive(Debug, Default)]
+struct Segments {
+    all: Vec<(Arc<Segment>, Programs)>,
+    /// The bytes of half of the staging memory that the largest takes.
+    staging: usize,
+    /// The memory that they take themselves.
+    bytes: usize,
+}
+
 /// The memory that plans may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
@@ -128,50 +138,56 @@ impl Plans {
     }
 
     fn make(&self, shape: &Shape) -> Result<Plan, StagingTooSmall> {
-        let collective = &shape.collective;
         let name = self.choose(shape);
-        let cut = Cut::new(name, collective, self.topo.size());
-        let segment = |from, len| cut.segment(self.me, from, len).expect("no all_to_all has segments");
-        let stage = |len: usize| {
-            let first = segment(0, len);
-            let staged = Staged::plan(name, &first.collective, &self.topo, shape.element, shape.scaling);
-            staged.expect("chosen since it can do this collective")
-        };
-        let mut staging = 0;
-        let len = cut.longest(self.room.half, |len| {
-            staging = self.needed(&stage(len), shape);
-            staging
+        let cut = Cut::new(name, &shape.collective, self.topo.size());
+        let mut made = Segments::default();
+        cut.longest(self.room.half, |len| {
+            made = self.segments(name, shape, &cut, len);
+            made.staging
         })?;
+        let Segments { all, staging, bytes } = made;
+        let count = all.len();
+        let whole = (0..count).map(|segment| (segment, Phase::Whole));
+        let order: Vec<(usize, Phase)> = if self.is_skewed(count) { skewed(count).collect() } else { whole.collect() };
+        let bytes = bytes + order.len() * size_of::<(Arc<Segment>, Arc<Program>)>();
+        let program = |(index, phase): (usize, Phase)| (all[index].0.clone(), all[index].1.of_phase(phase));
+        let programs = order.into_iter().map(program).collect();
+        Ok(Plan { algorithm: select::number(name), segments: count, programs, staging, bytes })
+    }
+
+    /// One segment alone has nothing to go before, and within a host nothing is worth it.
+    fn is_skewed(&self, segments: usize) -> bool {
+        segments > 1 && self.topo.hosts().len() > 1
+    }
+
+    /// The segments of so many elements of every block, up to the first that takes more staging memory than there is. That may be a
+    /// later one, in which blocks have ended: by how much is left of them, an algorithm may go in another way.
+    fn segments(&self, name: &str, shape: &Shape, cut: &Cut<'_>, len: usize) -> Segments {
         let begins = (0..cut.longest_block().max(1)).step_by(len);
-        let count = begins.len();
-        // One segment alone has nothing to go before, and within a host nothing is worth it.
-        let is_skewed = count > 1 && self.topo.hosts().len() > 1;
-        let mut plan =
-            Plan { algorithm: select::number(name), segments: count, programs: Vec::new(), staging, bytes: 0 };
-        let mut segments: Vec<(Arc<Segment>, Programs)> = Vec::with_capacity(count);
+        let is_skewed = self.is_skewed(begins.len());
+        let mut made = Segments::default();
         for from in begins {
-            let segment = Arc::new(segment(from, len));
-            let programs = match segments.last() {
-                // Segments are alike, but for the last ones, in which blocks may end.
+            let segment = cut.segment(self.me, from, len).expect("no all_to_all has segments");
+            let programs = match made.all.last() {
+                // Segments are alike, but for those in which blocks end.
                 Some((last, programs)) if last.collective == segment.collective => programs.clone(),
                 _ => {
                     let staged = Staged::plan(name, &segment.collective, &self.topo, shape.element, shape.scaling);
-                    let staged = staged.expect("as for the first segment");
+                    let staged = staged.expect("chosen since it can do this collective");
+                    made.staging = made.staging.max(self.needed(&staged, shape));
+                    if made.staging > self.room.half {
+                        return made;
+                    }
                     let own = own_part(&segment.collective, self.me).filter(|_| shape.is_in_place);
                     let programs = Programs::of(&staged, self.me, own.map(|(in_place, _)| in_place), is_skewed);
-                    plan.bytes += programs.bytes();
+                    made.bytes += programs.bytes();
                     programs
                 }
             };
-            plan.bytes += size_of::<Segment>() + segment.bytes();
-            segments.push((segment, programs));
+            made.bytes += size_of::<Segment>() + segment.bytes();
+            made.all.push((Arc::new(segment), programs));
         }
-        let whole = (0..count).map(|segment| (segment, Phase::Whole));
-        let order: Vec<(usize, Phase)> = if is_skewed { skewed(count).collect() } else { whole.collect() };
-        plan.bytes += order.len() * size_of::<(Arc<Segment>, Arc<Program>)>();
-        let program = |(index, phase): (usize, Phase)| (segments[index].0.clone(), segments[index].1.of_phase(phase));
-        plan.programs = order.into_iter().map(program).collect();
-        Ok(plan)
+        made
     }
 
     /// The name of the algorithm.
@@ -226,6 +242,7 @@ pub(crate) fn own_part(collective: &Collective, me: Rank) -> Option<(InPlace, us
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::lower::{DriverCall, Location};
 
     #[test]
     fn segments_are_skewed_where_there_are_other_hosts() {
@@ -244,5 +261,39 @@ mod tests {
         assert_eq!(phases(&["a", "a", "b", "b"], 10), (1, vec![Phase::Whole]));
         let (segments, whole) = phases(&["a", "a", "a", "a"], 10_000);
         assert_eq!(whole, vec![Phase::Whole; segments]);
+    }
+
+    #[test]
+    fn every_segment_fits_also_where_a_later_one_goes_in_another_way() {
+        let room = Room { half: 65_536, scratch: 65_536, network: 65_536 };
+        let hosts: Vec<&str> = ["a", "b", "c", "d"].iter().flat_map(|host| [*host; 4]).collect();
+        let topo = Topology::new(&hosts);
+        let counts = (0..16).map(|rank| if rank < 3 { 20_480 } else { 256 }).collect();
+        let all_gather = Collective::AllGather { counts };
+        // Of 10,240 elements a block, the first segment goes by blocks, which fit. The second has three blocks of one host, and goes
+        // by hosts: one rank sends all three.
+        let sent = |from| {
+            let segment = Cut::new("hierarchical", &all_gather, 16).segment(Rank(0), from, 10_240).expect("a segment");
+            let staged = Staged::plan("hierarchical", &segment.collective, &topo, 4, Scaling::Nothing);
+            staged.expect("it can").network_bytes()
+        };
+        assert!(sent(0) <= room.network && sent(10_240) > room.network);
+        let shape = Shape { collective: all_gather, element: 4, scaling: Scaling::Nothing, is_in_place: false };
+        for rank in 0..16 {
+            let plan = Plans::new(Rank(rank), topo.clone(), None, room).plan(&shape).expect("it fits");
+            assert_eq!(plan.segments, 4);
+            assert!(plan.staging <= room.half);
+            for (_, program) in &plan.programs {
+                let traffic = &program.traffic;
+                for parcel in traffic.outbound.iter().chain(&traffic.inbound) {
+                    assert!(parcel.offset + parcel.bytes <= room.network, "rank {rank}: {parcel:?}");
+                }
+                for operation in &program.operations {
+                    if let DriverCall::Copy { into: Location::Staging { offset, bytes, .. }, .. } = operation {
+                        assert!(offset + bytes <= room.half, "rank {rank}: {operation:?}");
+                    }
+                }
+            }
+        }
     }
 }

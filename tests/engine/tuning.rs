@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ncclx_rs::algo;
 use ncclx_rs::comm::store::MemoryStore;
+use ncclx_rs::config::Config;
 use ncclx_rs::{CommOptions, Communicator, Error, InitError, Rank, ReduceOp};
 use tempfile::NamedTempFile;
 
@@ -112,6 +114,16 @@ fn rank_0s_algorithm_holds_for_all_ranks_and_where_they_split_off() {
     });
     outcomes.into_iter().for_each(|outcome| outcome.expect("an average"));
     assert_eq!((algorithms_of(1409), algorithms_of(1423)), (vec!["ring".to_owned(); 3], vec!["ring".to_owned(); 3]));
+}
+
+#[test]
+fn the_setting_knows_every_algorithm_and_refuses_other_names() {
+    let setting = Config::describe().into_iter().find(|row| row.name == "algorithm").expect("a setting");
+    let names: Vec<&str> = algo::names().collect();
+    assert_eq!(setting.kind, format!("one of auto, {}", names.join(", ")));
+    let outcome = world([("algorithm", "rign".to_owned())], |comm| reduce(comm, 9)).remove(0);
+    let expected = format!("the hint algorithm is `rign`: expected {}", setting.kind);
+    assert!(matches!(&outcome, Err(Error::Init(InitError::Config(text))) if *text == expected), "{outcome:?}");
 }
 
 #[test]

@@ -122,6 +122,21 @@ def test_the_fastest_become_a_tuning_file(parameters: Path, tmp_path: Path, caps
     open_with(file)
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_what_takes_no_time_has_a_tuning_file_too(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tuning.json"
+    words = ["--within-host", "0,0,0,0", "--hosts", 1, "--ranks-per-host", ranks, "--collectives", "all_gather"]
+    told = found(capsys, *words, "--sizes", "1K,64K", "--output", file)
+    times = [each["seconds"] for one in told["findings"] for each in one["algorithms"].values()]
+    assert len(times) > 2 and not any(times)
+    # The first algorithm is as fast as any other, for both sizes.
+    first = native().algorithms("all_gather", ranks, 1)[0]
+    row = {"collective": "all_gather", "ranks": ranks, "hosts": 1, "max_bytes": 65536, "algorithm": first}
+    assert json.loads(file.read_text())["rows"] == [row]
+
+
 def test_the_start_of_a_world_has_a_time_and_counts(parameters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "--parameters", parameters, "--start", "--hosts", "1,512", "--late", "3=60")
     assert told["schema"] == simulate.SCHEMA and told["late"] == {"3": 60.0}
@@ -162,6 +177,15 @@ def test_a_world_that_is_too_large_for_an_algorithm_is_told(
     ]
     assert simulate.main([*words, "--algorithms", "ring", "--sizes", "1K"]) == 1
     assert "at most 33554432 are simulated: take fewer ranks" in capsys.readouterr().err
+
+
+def test_an_algorithm_that_takes_more_than_five_hours_leaves_the_others(
+    parameters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--parameters", parameters, "--between-hosts", "5e-5,1e-5,1e-5,8e-9", "--collectives", "broadcast"]
+    [told] = found(capsys, *words, "--hosts", 8, "--ranks-per-host", 8, "--sizes", "64G")["findings"]
+    assert told["refused"] == {"direct": "it takes longer than five hours, and no more is counted"}
+    assert "hierarchical" in told["algorithms"] and told["bytes"] == 64 << 30
 
 
 @pytest.mark.parametrize(

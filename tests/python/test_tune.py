@@ -60,6 +60,16 @@ def test_a_small_gain_is_no_reason_to_change() -> None:
     assert tune.table(findings) == rows("all_reduce 4 64 direct, all_reduce 4 - ring")
 
 
+def test_what_takes_no_time_is_kept_and_takes_over_from_what_takes_some() -> None:
+    findings = [
+        finding(8, {"direct": 0.0, "ring": 1.0}),
+        finding(64, {"ring": 0.0, "direct": 0.0}),
+        finding(512, {"ring": 1.0, "direct": 2.0}),
+        finding(4096, {"ring": 1.0, "direct": 0.0}),
+    ]
+    assert tune.table(findings) == rows("all_reduce 4 64 direct, all_reduce 4 512 ring, all_reduce 4 4096 direct")
+
+
 def test_every_collective_with_a_choice_is_measured() -> None:
     kinds = {"all_to_all", "barrier", *tune.COLLECTIVES}
     assert {kind for kind in kinds if len(native().algorithms(kind, 4, 2)) > 1} == set(tune.COLLECTIVES)

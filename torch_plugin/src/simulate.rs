@@ -65,7 +65,9 @@ fn simulate_start<'py>(
 
 fn refused(error: SimulateError) -> PyErr {
     match error {
-        SimulateError::Steps { .. } | SimulateError::Table { .. } => PyRuntimeError::new_err(error.to_string()),
+        SimulateError::Steps { .. } | SimulateError::Table { .. } | SimulateError::Time => {
+            PyRuntimeError::new_err(error.to_string())
+        }
         _ => PyValueError::new_err(error.to_string()),
     }
 }

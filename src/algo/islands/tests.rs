@@ -46,6 +46,11 @@ fn data(rank: usize, count: usize) -> Vec<u64> {
 
 impl World {
     fn new(groups: &[&[u32]], call: IslandCall, count: usize) -> World {
+        World::within(ScratchLimit::DEFAULT, groups, call, count)
+    }
+
+    /// One whose ranks may take so much memory to combine in.
+    fn within(scratch: ScratchLimit, groups: &[&[u32]], call: IslandCall, count: usize) -> World {
         let ranks = groups.iter().map(|group| group.len()).sum::<usize>();
         let groups = groups.iter().map(|group| group.iter().copied().map(Rank).collect()).collect();
         let islands = Arc::new(Islands::new(groups));
@@ -58,11 +63,15 @@ impl World {
                 element: 8,
                 scaling: Scaling::Nothing,
                 chunking: Chunking::Chunks,
-                scratch: ScratchLimit::DEFAULT,
+                scratch,
             };
             let schedule = plan(&collective, setting);
             let bounded = Setting { scratch: ScratchLimit::at_most(1), ..setting };
-            assert_eq!(plan(&collective, bounded), schedule, "it is never cut: its caller's part is done once");
+            let calls = |schedule: &Schedule| {
+                schedule.steps.iter().filter(|step| matches!(step.action, Action::Await { .. })).count()
+            };
+            let bounded = plan(&collective, bounded);
+            assert_eq!(calls(&bounded), calls(&schedule), "it is never cut: its caller's part is done once");
             let group = &islands.groups()[islands.group_of(Rank::from(me))];
             let own = data(me, count);
             let (input, output, device) = match group.len() {
@@ -229,6 +238,7 @@ fn everyone_has_the_result_whatever_the_groups() {
     for groups in WORLDS {
         for count in [0, 1, 40, 41, 100_003] {
             World::new(groups, IslandCall::AllReduce, count).run();
+            World::within(ScratchLimit::at_most(1), groups, IslandCall::AllReduce, count).run();
             let ranks = groups.iter().map(|group| group.len() as u32).sum::<u32>();
             (0..ranks).for_each(|root| World::new(groups, IslandCall::Broadcast { root: Rank(root) }, count).run());
         }
@@ -275,4 +285,25 @@ fn each_rank_of_a_group_sends_its_part_of_what_one_alone_sends() {
     assert_eq!(sent(&[&[0, 1], &[2, 3]], 0), 1800 + 1);
     assert_eq!(sent(&[&[0], &[1]], 0), 3600);
     assert_eq!(sent(&[&[0, 1], &[2, 3, 4], &[5]], 5), 2 * 3600 * 2 / 3);
+}
+
+#[test]
+fn a_rank_alone_combines_all_runs_in_the_memory_of_one() {
+    let groups = [0..64, 64..127, 127..128].map(|group| group.map(Rank).collect::<Vec<_>>());
+    let (topo, count, element) = (Topology::single_host(128), 16 << 20, 4);
+    let islands = Arc::new(Islands::new(groups.into()));
+    let collective = Collective::ByIslands { call: IslandCall::AllReduce, count, islands };
+    for scratch in [ScratchLimit::DEFAULT, ScratchLimit::at_most(1)] {
+        let setting = Setting {
+            me: Rank(127),
+            topo: &topo,
+            element,
+            scaling: Scaling::Nothing,
+            chunking: Chunking::Chunks,
+            scratch,
+        };
+        let schedule = plan(&collective, setting);
+        let most = scratch.limit().max(count * element / 16);
+        assert!((1..=most).contains(&(schedule.scratch * element)), "{} elements", schedule.scratch);
+    }
 }

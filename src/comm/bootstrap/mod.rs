@@ -133,7 +133,7 @@ fn join_by(
                 build: Build::own(),
                 world_size,
                 name: name.to_string(),
-                algorithm: config.algorithm.clone(),
+                algorithm: config.algorithm.name().map(str::to_owned),
                 through_host: Some(config.engine).filter(|engine| engine.goes_through_host()),
             }),
         })

@@ -120,7 +120,7 @@ def simulate(
 
     Raises:
         ValueError: an argument is wrong.
-        RuntimeError: the schedules have too many steps.
+        RuntimeError: the schedules have too many steps, or it takes more than five hours.
     """
 
 def simulate_start(
@@ -139,7 +139,7 @@ def simulate_start(
 
     Raises:
         ValueError: an argument is wrong, or the parameters say nothing of a start.
-        RuntimeError: there are too many ranks.
+        RuntimeError: there are too many ranks, or it takes more than five hours.
     """
 
 def measure_parameters() -> list[tuple[str, float]]:
