@@ -752,6 +752,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   engine_->set_timeout(comm->get(), limit().count());  // `timeout` was that of joining
   rank_ = rank;
   size_ = size;
+  has_device_collectives_ = false;  // these members have used no device together yet
   group_->resume();
   comm->watch(group_);
   group_->set_comm(comm);

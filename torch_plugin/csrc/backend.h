@@ -323,7 +323,7 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Batch> batch_;
   SplitCalls split_calls_;
   std::atomic<bool> is_eager_{false};
-  // All ranks have used the CUDA device together. Messages are between some.
+  // The present members have used the CUDA device together. Messages are between some.
   std::atomic<bool> has_device_collectives_{false};
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;
