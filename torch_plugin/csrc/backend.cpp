@@ -237,7 +237,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
 
 WorkPtr NcclxBackend::launch_on_host(Call&& call, const std::shared_ptr<Batch>& batch) {
   if (batch && batch->is_on_device()) refuse_mixed(call.operation);
-  if (batch && is_collective(call.kind)) wait_for_operands(*batch, call.profiled, call.results);
+  if (batch && (is_collective(call.kind) || !batch->has_only_messages())) wait_for_operands(*batch, call);
   const bool blocking = !call.async && !batch;
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
@@ -274,8 +274,11 @@ WorkPtr NcclxBackend::launch_on_host(Call&& call, const std::shared_ptr<Batch>& 
   return work;
 }
 
-void NcclxBackend::wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written) {
+void NcclxBackend::wait_for_operands(Batch& batch, const Call& call) {
+  const Tensors &read = call.profiled, &written = call.results;
   for (const auto& work : batch.in_flight()) {
+    // A message waits for no other: all ranks of a ring may receive first.
+    if (!is_collective(call.kind) && c10d::isP2POp(work->retrieveOpType())) continue;
     const auto& writer = static_cast<const NcclxWork&>(*work);  // a batch has no other works
     const auto overlaps = [&](const at::Tensor& tensor) { return writer.writes(extent_of(tensor)); };
     if (std::any_of(read.begin(), read.end(), overlaps) || std::any_of(written.begin(), written.end(), overlaps)) {

@@ -299,7 +299,7 @@ class NcclxBackend : public c10d::Backend {
   // The streams on this device, which is the group's from then on; refuses another one.
   std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
-  static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
+  static void wait_for_operands(Batch& batch, const Call& call);
   // A group of some ranks of this one, with this store of their own.
   c10::intrusive_ptr<Backend> join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
                                    int rank, int size, Part* part);

@@ -33,6 +33,7 @@ class Batch {
     const void* key = work.get();
     std::lock_guard<std::mutex> lock(mutex_);
     has_host_works_ = true;
+    has_only_messages_ = has_only_messages_ && c10d::isP2POp(work->retrieveOpType());
     in_flight_.emplace(key, std::move(work));
   }
 
@@ -46,6 +47,18 @@ class Batch {
   bool has_host_works() {
     std::lock_guard<std::mutex> lock(mutex_);
     return has_host_works_;
+  }
+
+  // Whether its works on host memory so far are sends and receives alone.
+  bool has_only_messages() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return has_only_messages_;
+  }
+
+  // The streams that its works are on so far.
+  std::vector<c10::Stream> streams() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return enqueued_.streams;
   }
 
   // The messages on device memory, which its end submits.
@@ -87,6 +100,7 @@ class Batch {
   Enqueued enqueued_;
   Messages messages_;
   bool has_host_works_ = false;
+  bool has_only_messages_ = true;
   std::exception_ptr first_error_;
 };
 

@@ -163,6 +163,8 @@ WorkPtr NcclxBackend::record(at::Device device, Call&& call, Batch& batch) {
   const auto streams = streams_on(device, call.operation);
   const c10::Stream stream = streams->joint();
   DeviceStreams::order(streams->current(), stream);
+  // A message comes after the collectives of the block that were called before, which may write what it sends.
+  for (const c10::Stream& earlier : batch.streams()) DeviceStreams::order(earlier, stream);
   const c10::StreamGuard on_stream(stream);
   Messages& messages = batch.messages();
   Operands& operands = messages.operands.emplace_back(call.operation, messages.written, device);
