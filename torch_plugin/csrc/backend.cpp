@@ -729,6 +729,7 @@ void NcclxBackend::setTimeout(Milliseconds timeout) {
 void NcclxBackend::set_rendezvous(std::string handle, Rendezvous rendezvous) {
   handle_ = std::move(handle);
   rendezvous_ = std::move(rendezvous);
+  group_->may_return();
 }
 
 c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {

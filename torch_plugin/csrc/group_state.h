@@ -105,7 +105,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     std::lock_guard<std::mutex> lock(mutex_);
     if (paused_ || error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
     error_ = error;
-    if (failure_hooks_.empty()) return nullptr;
+    if (has_left_ || failure_hooks_.empty()) return nullptr;
     ++hook_calls_;
     return std::make_unique<FailureCall>(shared_from_this(), failure_hooks_);
   }
@@ -180,11 +180,19 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   }
 #endif
 
-  // This rank leaves: errors of works from now on are no failure of the group.
-  void leave() {
-    Hooks<FailureHook> hooks;
+  // This rank may be in the group again after it has left: `resume` says when.
+  void may_return() {
     std::lock_guard<std::mutex> lock(mutex_);
-    hooks.swap(failure_hooks_);
+    may_return_ = true;
+  }
+
+  // This rank leaves: errors of works from now on are no failure of the group. Where it may return, its hooks stay for
+  // then. Elsewhere they go, since they may hold what holds the group.
+  void leave() {
+    Hooks<FailureHook> hooks;  // dropped after the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_left_ = true;
+    if (!may_return_) hooks.swap(failure_hooks_);
   }
 
   // Errors between two generations of members are no failure of the group.
@@ -207,6 +215,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void resume() {
     std::lock_guard<std::mutex> lock(mutex_);
     paused_ = false;
+    has_left_ = false;
     error_ = c10d::ErrorType::SUCCESS;
   }
 
@@ -263,6 +272,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   size_t in_flight_ = 0;
   size_t hook_calls_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
+  bool has_left_ = false;
+  bool may_return_ = false;
   uint64_t generation_ = 0;
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const WorkInfoHook> work_info_hook_;
