@@ -786,7 +786,12 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
-  return join(store, opts, rank, size, nullptr);
+  // Who merges again with the same store has another rank.
+  const auto known = split_calls_.is_first(store) ? nullptr : split_calls_.made(static_cast<size_t>(size));
+  if (known && known->getRank() == rank) return known;
+  auto made = join(store, opts, rank, size, nullptr);
+  split_calls_.keep(made);
+  return made;
 }
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::join(const c10::intrusive_ptr<c10d::Store>& store,

@@ -104,9 +104,10 @@ class Part {
   NcclxPart* part_;
 };
 
-// Which calls of `split` are those of one `split_group`. PyTorch makes one for each type of device that a group serves, on some
-// ranks of some versions, and one on others; all with one store. PyTorch 2.11 and 2.13 want all backends that one group gets to
-// be bound to the same device, and unbind the first; so later calls get what the first has made.
+// Which calls of `split` are those of one `split_group`, and of `merge` those of one `merge_remote_group`. PyTorch makes
+// one for each type of device that a group serves, on some ranks of some versions, and one on others; all with one store.
+// PyTorch 2.11 and 2.13 want all backends that one group gets to be bound to the same device, and unbind the first; so
+// later calls get what the first has made.
 class SplitCalls {
  public:
   // Whether it is the first with this store.
