@@ -65,6 +65,27 @@ def test_a_rank_that_does_not_come_is_named_and_the_stream_is_released(cuda_worl
     cuda_world.run(a_rank_that_does_not_come, join=False)
 
 
+def a_block_without_the_other_rank(rank: int, size: int) -> None:
+    store = fresh_store()
+    with joined(timeout=2):
+        warm()
+        if rank == 0:
+            here = torch.device("cuda", torch.cuda.current_device())
+            with dist._coalescing_manager(device=here, async_ops=True) as manager:
+                dist.all_reduce(torch.ones(10, device="cuda"))
+            [work] = manager.works
+            assert work.get_future_result().wait() == 1, "c10d's WorkResult.TIMEOUT"
+            torch.cuda.synchronize()
+            store.set("failed", "yes")
+        store.wait(["failed"])
+
+
+def test_a_block_tells_of_the_timeout_of_its_collective(cuda_world: World) -> None:
+    if cuda_world.size != 2:
+        pytest.skip("another rank that waits may give up first")
+    cuda_world.run(a_block_without_the_other_rank, join=False)
+
+
 def orders_differ(rank: int, size: int) -> None:
     store = fresh_store()
     with joined(timeout=2):
