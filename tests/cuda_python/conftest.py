@@ -58,7 +58,10 @@ SMOKE = {
         "test_batches_exchange_messages_of_any_length",
         "test_objects_travel_as_tensors_of_the_device",
     ),
-    "test_cuda_setup": ("test_a_bound_group_and_groups_of_it_are_set_up_when_they_are_made",),
+    "test_cuda_setup": (
+        "test_a_bound_group_and_groups_of_it_are_set_up_when_they_are_made",
+        "test_bound_groups_that_serve_two_types_of_devices_merge",
+    ),
     "test_cuda_mempool": ("test_a_pool_takes_the_allocator_of_a_backend",),
     "test_cuda_training": ("test_ddp_with_overlap_trains_as_on_the_cpu", "test_fsdp2_trains_as_on_the_cpu"),
 }

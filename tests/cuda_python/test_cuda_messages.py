@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, fresh_store
-from reference import any_bits, assert_same, data
+from reference import any_bits, assert_same, data, reduced
 
 COUNTS = (0, 1, 1000, 300_000)
 
@@ -185,6 +185,30 @@ def batches(rank: int, size: int) -> None:
 
 def test_batches_exchange_messages_of_any_length(cuda_world: World) -> None:
     cuda_world.run(batches)
+
+
+def after_collectives_of_the_block(rank: int, size: int) -> None:
+    store, group = fresh_store(), dist.group.WORLD
+    after, before = (rank + 1) % size, (rank - 1) % size
+    parts = [data(r, 5000) for r in range(size)]
+    for is_warm in (False, True):  # the first operations on a device block until all ranks have called them
+        tensor, got = parts[rank].cuda(), torch.zeros(5000, device="cuda")
+        if is_warm and rank > 0:
+            # Until rank 0 has called its block: its message could leave before there is a sum.
+            store.wait(["called"])
+        group._start_coalescing(here())
+        group.allreduce([tensor])
+        dist.isend(tensor, after)
+        dist.irecv(got, before)
+        whole = group._end_coalescing(here())
+        if is_warm and rank == 0:
+            store.set("called", "yes")
+        whole.wait()
+        assert_same(got.cpu(), reduced(parts), f"the sum, sent by the rank before, warm {is_warm}")
+
+
+def test_messages_come_after_the_collectives_before_them_in_a_block(cuda_world: World) -> None:
+    cuda_world.run(after_collectives_of_the_block)
 
 
 def refusals(rank: int, size: int) -> None:

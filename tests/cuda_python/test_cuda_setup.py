@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +47,26 @@ def bound(rank: int, size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["ncclx_rs", "cpu:ncclx_rs,cuda:ncclx_rs"])
 def test_a_bound_group_and_groups_of_it_are_set_up_when_they_are_made(cuda_world: World, backend: str) -> None:
     cuda_world.run(bound, backend, join=False)
+
+
+def merged(rank: int, size: int, backend: str) -> None:
+    dist.init_process_group(backend, store=fresh_store(), rank=rank, world_size=size, device_id=place())
+    try:
+        group = dist.group.WORLD.merge_remote_group(fresh_store(), size, timedelta(seconds=60), "merged")
+        for device in (torch.device("cpu"), place()):
+            tensor = torch.ones(5, device=device)
+            group.allreduce([tensor]).wait()
+            assert_same(tensor.cpu(), torch.full((5,), float(size)), f"the sum on {device}")
+        group.shutdown()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this PyTorch merges no groups")
+@pytest.mark.parametrize("backend", ["ncclx_rs", "cpu:ncclx_rs,cuda:ncclx_rs"])
+def test_bound_groups_that_serve_two_types_of_devices_merge(cuda_world: World, backend: str) -> None:
+    cuda_world.run(merged, backend, join=False)
 
 
 def bound_communicators(rank: int, size: int) -> None:

@@ -48,6 +48,33 @@ def test_wait_orders_the_stream_and_never_blocks_the_host(cuda_world: World) -> 
     cuda_world.run(a_late_rank_blocks_nobody)
 
 
+def blocked_streams(rank: int, size: int) -> None:
+    store, group = fresh_store(), dist.group.WORLD
+    here = torch.device("cuda", torch.cuda.current_device())
+    parts = [data(r, 5000) for r in range(size)]
+    for is_warm in (False, True):  # the first operations on a device block until all ranks have called them
+        tensor, got = parts[rank].cuda(), torch.zeros(5000, device="cuda")
+        if is_warm and rank > 0:
+            # Until rank 0 has put its copies on the stream: what they copy is not there before.
+            store.wait(["copies"])
+        dist.all_reduce(tensor, async_op=True).block_current_stream()
+        summed = torch.empty_like(tensor).copy_(tensor)
+        group._start_coalescing(here)
+        received = dist.irecv(got, (rank - 1) % size)
+        dist.isend(tensor, (rank + 1) % size)
+        group._end_coalescing(here)
+        received.block_current_stream()
+        copied = torch.empty_like(got).copy_(got)
+        if is_warm and rank == 0:
+            store.set("copies", "yes")
+        assert_same(summed.cpu(), reduced(parts), f"what was copied after a collective, warm {is_warm}")
+        assert_same(copied.cpu(), reduced(parts), f"what was copied after a message, warm {is_warm}")
+
+
+def test_a_blocked_stream_comes_after_the_operation(cuda_world: World) -> None:
+    cuda_world.run(blocked_streams)
+
+
 def waits_that_block(rank: int, size: int) -> None:
     import datetime
 

@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from harness import WATCHDOG_SECONDS, World
+from harness import WATCHDOG_SECONDS, World, join, leaving_together
 from reference import assert_same, data, reduced
+from test_peer_loss import until
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 CPU = torch.device("cpu")
@@ -119,6 +120,21 @@ def a_refused_call_ends_its_block(rank: int, size: int) -> None:
     different_operations_coalesce(rank, size)
 
 
+def a_block_tells_of_a_timeout_as_its_message_does(rank: int, size: int) -> None:
+    join(timeout=1)
+    with leaving_together():
+        if rank != 0:
+            return
+        alone = dist.irecv(torch.empty(3), 1)
+        with _coalescing_manager(device=CPU, async_ops=True) as manager:
+            dist.irecv(torch.empty(3), 1)
+        with _coalescing_manager(device=CPU, async_ops=True) as late:
+            member = dist.irecv(torch.empty(3), 1)
+            until(member.is_completed, "the limit is over before the block is")
+        timeout = 1  # c10d's WorkResult.TIMEOUT
+        assert [work.get_future_result().wait() for work in (alone, *manager.works, *late.works)] == [timeout] * 3
+
+
 @pytest.mark.parametrize("async_ops", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["without_device", "with_device"])
 @pytest.mark.parametrize("check", [all_reduces_coalesce, gathers_and_scatters_coalesce], ids=lambda c: c.__name__)
@@ -139,3 +155,8 @@ def test_one_kind_coalesces(world: World, check, device, async_ops) -> None:
 )
 def test_coalescing(world: World, check) -> None:
     world.run(check)
+
+
+@pytest.mark.worlds(sizes=(2,), modes=("shm",))
+def test_a_block_tells_of_a_timeout_as_its_message_does(fresh_world: World) -> None:
+    fresh_world.run(a_block_tells_of_a_timeout_as_its_message_does, join=False)

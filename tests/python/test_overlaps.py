@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World
-from reference import assert_same, data
+from reference import LARGE, assert_same, data, reduced
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 pytestmark = pytest.mark.worlds(sizes=(2, 3))
@@ -228,6 +228,21 @@ def coalesced_operations_take_their_order(rank: int, size: int) -> None:
         assert_same(reduced, data(0, count) * size, "the sum of the first column")
 
 
+def coalesced_messages_come_after_collectives(rank: int, size: int) -> None:
+    group, after, before = dist.group.WORLD, (rank + 1) % size, (rank - 1) % size
+    tensor, got, passed_on = data(rank, LARGE), torch.empty(LARGE), torch.ones(LARGE)
+    group._start_coalescing(CPU)  # the manager would put off the all_reduce until the end of the block
+    group.allreduce([tensor])
+    dist.irecv(got, before)
+    dist.isend(tensor, after)
+    # A message that waited for another one would do so on all ranks. What comes is what is there.
+    dist.irecv(passed_on, before, tag=1)
+    dist.isend(passed_on, after, tag=1)
+    group._end_coalescing(CPU).wait()
+    assert_same(got, reduced([data(r, LARGE) for r in range(size)]), "the sum, sent by the rank before")
+    assert_same(passed_on, torch.ones(LARGE), "what went round")
+
+
 def empty_lists_are_refused(rank: int, size: int) -> None:
     backend = dist.group.WORLD._get_backend(CPU)
     with pytest.raises(ValueError, match="argument `tensors`: expected at least one tensor, got an empty list"):
@@ -237,7 +252,9 @@ def empty_lists_are_refused(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [coalesced_operations_take_their_order, empty_lists_are_refused], ids=lambda c: c.__name__
+    "check",
+    [coalesced_operations_take_their_order, coalesced_messages_come_after_collectives, empty_lists_are_refused],
+    ids=lambda c: c.__name__,
 )
 def test_coalesced(world: World, check) -> None:
     world.run(check)

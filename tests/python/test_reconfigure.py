@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, fresh_store, leaving_together, meet
+from test_peer_loss import until
+from torch._C._distributed_c10d import Backend
 
 pytestmark = [
     pytest.mark.worlds(sizes=(3,), modes=("shm", "tcp")),
@@ -120,6 +122,29 @@ def survivors_go_on(rank: int, size: int) -> None:
         assert_sum(size - 1)
 
 
+def hooks_outlive_an_abort(rank: int, size: int) -> None:
+    everyone = handles(begin(rank, size), rank, size)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    generation, called = 1, []
+    backend.register_abort_hook(7, lambda: called.append(generation))
+    dist._reconfigure(1, everyone).wait()
+    assert_sum(size)
+    meet()
+    backend.abort()
+    dist._reconfigure(2, everyone).wait()
+    assert_sum(size)
+    generation = 2  # in the first one, the hook is called where others are seen to leave
+    meet()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with leaving_together(range(1, size)):
+        with pytest.raises(dist.DistBackendError, match="rank 0"):
+            while True:
+                dist.all_reduce(torch.ones(100))
+        until(lambda: 2 in called, "the hook is called once rank 0 is lost")
+        assert called.count(2) == 1
+
+
 def groups_of_other_kinds_refuse(rank: int, size: int) -> None:
     dist.init_process_group("ncclx_rs", store=fresh_store(), rank=rank, world_size=size)
     for call in (dist._get_reconfigure_handle, lambda: dist._reconfigure(1, ["x"])):
@@ -207,5 +232,18 @@ def test_reconfigure_within_an_operation(world: World, check) -> None:
     world.run(check, join=False)
 
 
-def test_survivors_go_on(fresh_world: World) -> None:
-    fresh_world.run(survivors_go_on, join=False, dies={0})
+@pytest.mark.parametrize(
+    "check",
+    [
+        survivors_go_on,
+        pytest.param(
+            hooks_outlive_an_abort,
+            marks=pytest.mark.skipif(
+                not hasattr(Backend, "register_abort_hook"), reason="this PyTorch has no abort hooks"
+            ),
+        ),
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_a_member_dies(fresh_world: World, check) -> None:
+    fresh_world.run(check, join=False, dies={0})

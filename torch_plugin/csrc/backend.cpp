@@ -237,7 +237,7 @@ WorkPtr NcclxBackend::launch(Call&& call) {
 
 WorkPtr NcclxBackend::launch_on_host(Call&& call, const std::shared_ptr<Batch>& batch) {
   if (batch && batch->is_on_device()) refuse_mixed(call.operation);
-  if (batch && is_collective(call.kind)) wait_for_operands(*batch, call.profiled, call.results);
+  if (batch && (is_collective(call.kind) || !batch->has_only_messages())) wait_for_operands(*batch, call);
   const bool blocking = !call.async && !batch;
   const auto comm = this->comm();
   auto work = c10::make_intrusive<NcclxWork>(engine_, group_, getRank(), call.type, call.title,
@@ -274,8 +274,11 @@ WorkPtr NcclxBackend::launch_on_host(Call&& call, const std::shared_ptr<Batch>& 
   return work;
 }
 
-void NcclxBackend::wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written) {
+void NcclxBackend::wait_for_operands(Batch& batch, const Call& call) {
+  const Tensors &read = call.profiled, &written = call.results;
   for (const auto& work : batch.in_flight()) {
+    // A message waits for no other: all ranks of a ring may receive first.
+    if (!is_collective(call.kind) && c10d::isP2POp(work->retrieveOpType())) continue;
     const auto& writer = static_cast<const NcclxWork&>(*work);  // a batch has no other works
     const auto overlaps = [&](const at::Tensor& tensor) { return writer.writes(extent_of(tensor)); };
     if (std::any_of(read.begin(), read.end(), overlaps) || std::any_of(written.begin(), written.end(), overlaps)) {
@@ -674,6 +677,7 @@ void NcclxBackend::setTimeout(Milliseconds timeout) {
 void NcclxBackend::set_rendezvous(std::string handle, Rendezvous rendezvous) {
   handle_ = std::move(handle);
   rendezvous_ = std::move(rendezvous);
+  group_->may_return();
 }
 
 c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {
@@ -700,6 +704,7 @@ WorkPtr NcclxBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   engine_->set_timeout(comm->get(), limit().count());  // `timeout` was that of joining
   rank_ = rank;
   size_ = size;
+  has_device_collectives_ = false;  // these members have used no device together yet
   group_->resume();
   comm->watch(group_);
   group_->set_comm(comm);
@@ -729,7 +734,12 @@ c10::intrusive_ptr<c10d::Backend> NcclxBackend::split(const c10::intrusive_ptr<c
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                       const c10::intrusive_ptr<Options>& opts, const int& rank,
                                                       const int& size) {
-  return join(store, opts, rank, size, nullptr);
+  // Who merges again with the same store has another rank.
+  const auto known = split_calls_.is_first(store) ? nullptr : split_calls_.made(static_cast<size_t>(size));
+  if (known && known->getRank() == rank) return known;
+  auto made = join(store, opts, rank, size, nullptr);
+  split_calls_.keep(made);
+  return made;
 }
 
 c10::intrusive_ptr<c10d::Backend> NcclxBackend::join(const c10::intrusive_ptr<c10d::Store>& store,

@@ -104,9 +104,10 @@ class Part {
   NcclxPart* part_;
 };
 
-// Which calls of `split` are those of one `split_group`. PyTorch makes one for each type of device that a group serves, on some
-// ranks of some versions, and one on others; all with one store. PyTorch 2.11 and 2.13 want all backends that one group gets to
-// be bound to the same device, and unbind the first; so later calls get what the first has made.
+// Which calls of `split` are those of one `split_group`, and of `merge` those of one `merge_remote_group`. PyTorch makes
+// one for each type of device that a group serves, on some ranks of some versions, and one on others; all with one store.
+// PyTorch 2.11 and 2.13 want all backends that one group gets to be bound to the same device, and unbind the first; so
+// later calls get what the first has made.
 class SplitCalls {
  public:
   // Whether it is the first with this store.
@@ -299,7 +300,7 @@ class NcclxBackend : public c10d::Backend {
   // The streams on this device, which is the group's from then on; refuses another one.
   std::shared_ptr<DeviceStreams> streams_on(at::Device device, const char* operation);
   // Waits for coalesced operations that write memory which the next one reads or writes: it may have to copy it.
-  static void wait_for_operands(Batch& batch, const Tensors& read, const Tensors& written);
+  static void wait_for_operands(Batch& batch, const Call& call);
   // A group of some ranks of this one, with this store of their own.
   c10::intrusive_ptr<Backend> join(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
                                    int rank, int size, Part* part);
@@ -323,7 +324,7 @@ class NcclxBackend : public c10d::Backend {
   std::shared_ptr<Batch> batch_;
   SplitCalls split_calls_;
   std::atomic<bool> is_eager_{false};
-  // All ranks have used the CUDA device together. Messages are between some.
+  // The present members have used the CUDA device together. Messages are between some.
   std::atomic<bool> has_device_collectives_{false};
   std::mutex streams_mutex_;
   std::shared_ptr<DeviceStreams> streams_;

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,6 +34,7 @@ class Batch {
     const void* key = work.get();
     std::lock_guard<std::mutex> lock(mutex_);
     has_host_works_ = true;
+    has_only_messages_ = has_only_messages_ && c10d::isP2POp(work->retrieveOpType());
     in_flight_.emplace(key, std::move(work));
   }
 
@@ -48,6 +50,18 @@ class Batch {
     return has_host_works_;
   }
 
+  // Whether its works on host memory so far are sends and receives alone.
+  bool has_only_messages() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return has_only_messages_;
+  }
+
+  // The streams that its works are on so far.
+  std::vector<c10::Stream> streams() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return enqueued_.streams;
+  }
+
   // The messages on device memory, which its end submits.
   Messages& messages() { return messages_; }
 
@@ -56,11 +70,13 @@ class Batch {
     return !enqueued_.ends.empty() || !messages_.ops.empty();
   }
 
-  void remove(const c10d::Work* work, const std::exception_ptr& error) {
+  void remove(const c10d::Work* work, const std::exception_ptr& error, int32_t status) {
     InFlight::node_type dropped;  // dropped after the lock: it holds tensors
     std::lock_guard<std::mutex> lock(mutex_);
     dropped = in_flight_.extract(work);
-    if (!first_error_) first_error_ = error;
+    if (first_error_) return;
+    first_error_ = error;
+    first_status_ = status;
   }
 
   std::vector<c10::intrusive_ptr<c10d::Work>> in_flight() {
@@ -70,10 +86,10 @@ class Batch {
     return works;
   }
 
-  // The works in flight and the first error; the batch is empty afterwards.
-  std::pair<InFlight, std::exception_ptr> take() {
+  // The works in flight, and the first error with its status; the batch is empty afterwards.
+  std::tuple<InFlight, std::exception_ptr, int32_t> take() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {std::exchange(in_flight_, {}), first_error_};
+    return {std::exchange(in_flight_, {}), first_error_, first_status_};
   }
 
   Enqueued take_enqueued() {
@@ -87,7 +103,9 @@ class Batch {
   Enqueued enqueued_;
   Messages messages_;
   bool has_host_works_ = false;
+  bool has_only_messages_ = true;
   std::exception_ptr first_error_;
+  int32_t first_status_ = NCCLX_OK;
 };
 
 }  // namespace ncclx

@@ -86,7 +86,6 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
   if (batch && is_message) return record(device, std::move(call), *batch);
   const auto comm = this->comm();
   const auto streams = streams_on(device, call.operation);
-  if (!is_message) has_device_collectives_ = true;
   const bool aside = call.async || batch != nullptr;
   const c10::Stream current = streams->current();
   using Direction = DeviceStreams::Direction;
@@ -129,6 +128,8 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
     NcclxError error;
     NcclxHandle* handle = nullptr;
     const int32_t status = engine_->submit(comm->get(), &op, &handle, &error);
+    // Other ranks know nothing of a mistake, but they may of a call that has failed otherwise.
+    if (!is_message && status != NCCLX_USAGE) has_device_collectives_ = true;
     if (status == NCCLX_OK) {
       end->add(handle);
       continue;
@@ -161,6 +162,8 @@ WorkPtr NcclxBackend::record(at::Device device, Call&& call, Batch& batch) {
   const auto streams = streams_on(device, call.operation);
   const c10::Stream stream = streams->joint();
   DeviceStreams::order(streams->current(), stream);
+  // A message comes after the collectives of the block that were called before, which may write what it sends.
+  for (const c10::Stream& earlier : batch.streams()) DeviceStreams::order(earlier, stream);
   const c10::StreamGuard on_stream(stream);
   Messages& messages = batch.messages();
   Operands& operands = messages.operands.emplace_back(call.operation, messages.written, device);

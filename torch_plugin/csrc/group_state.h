@@ -131,7 +131,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     if (generation != generation_ || paused_) return nullptr;
     if (error == ErrorType::SUCCESS || error_ != ErrorType::SUCCESS) return nullptr;
     error_ = error;
-    if (failure_hooks_.empty()) return nullptr;
+    if (has_left_ || failure_hooks_.empty()) return nullptr;
     ++hook_calls_;
     return std::make_unique<FailureCall>(shared_from_this(), failure_hooks_);
   }
@@ -206,11 +206,19 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   }
 #endif
 
-  // This rank leaves: errors of works from now on are no failure of the group.
-  void leave() {
-    Hooks<FailureHook> hooks;
+  // This rank may be in the group again after it has left: `resume` says when.
+  void may_return() {
     std::lock_guard<std::mutex> lock(mutex_);
-    hooks.swap(failure_hooks_);
+    may_return_ = true;
+  }
+
+  // This rank leaves: errors of works from now on are no failure of the group. Where it may return, its hooks stay for
+  // then. Elsewhere they go, since they may hold what holds the group.
+  void leave() {
+    Hooks<FailureHook> hooks;  // dropped after the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_left_ = true;
+    if (!may_return_) hooks.swap(failure_hooks_);
   }
 
   // Errors between two generations of members are no failure of the group.
@@ -225,6 +233,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void resume() {
     std::lock_guard<std::mutex> lock(mutex_);
     paused_ = false;
+    has_left_ = false;
     error_ = c10d::ErrorType::SUCCESS;
   }
 
@@ -281,6 +290,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   size_t in_flight_ = 0;
   size_t hook_calls_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
+  bool has_left_ = false;
+  bool may_return_ = false;
   std::atomic<uint64_t> generation_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const WorkInfoHook> work_info_hook_;

@@ -44,6 +44,7 @@ class MessageWork : public c10d::Work {
   }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override { return whole()->wait(timeout); }
   void synchronize() override { whole()->synchronize(); }
+  void blockCurrentStream() override { whole()->blockCurrentStream(); }
   void abort() override { whole()->abort(); }
   std::vector<at::Tensor> result() override { return results_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return whole()->getFuture(); }

@@ -53,7 +53,9 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
       engine_->on_complete(handle, &StreamEnd::completed, new std::shared_ptr<StreamEnd>(shared_from_this()));
     }
     for (const auto& member : members_) {
-      member->then([self = shared_from_this()](const std::exception_ptr& error) { self->one_done(error); });
+      member->then([self = shared_from_this(), ended = member.get()](const std::exception_ptr& error) {
+        self->one_done(error, ended->status_);
+      });
     }
     one_done(nullptr);
   }
@@ -145,7 +147,10 @@ class StreamEnd : public std::enable_shared_from_this<StreamEnd> {
     if (!first_error_) first_error_ = std::move(error);
   }
 
-  void one_done(const std::exception_ptr& error) {
+  // A member's status is this one's, if it is the first that there is.
+  void one_done(const std::exception_ptr& error, int32_t status = NCCLX_OK) {
+    int32_t none = NCCLX_OK;
+    status_.compare_exchange_strong(none, status);
     if (error) note(error);
     if (--pending_ == 0) all_done();
   }

@@ -81,6 +81,9 @@ class StreamWork : public c10d::Work {
     dropped.swap(kept_);
   }
 
+  // Not c10d's, which waits for the future: that is complete before the operations are.
+  void blockCurrentStream() override { synchronize(); }
+
   void abort() override { TORCH_CHECK(false, "ncclx_rs: a single operation cannot be aborted; abort its group"); }
 
   std::vector<at::Tensor> result() override { return results_; }

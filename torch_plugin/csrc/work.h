@@ -51,8 +51,9 @@ class NcclxWork : public c10d::Work {
 
   // Makes this the work of a batch, to which no more works are added.
   void add(Batch& batch) {
-    auto [in_flight, error] = batch.take();
+    auto [in_flight, error, status] = batch.take();
     for (auto& [_, work] : in_flight) members_.push_back(std::move(work));
+    status_ = status;
     if (error) note(error);
   }
 
@@ -69,8 +70,9 @@ class NcclxWork : public c10d::Work {
     follow_from(0);
     for (auto& member : members_) {
       auto self = c10::intrusive_ptr<NcclxWork>::unsafe_reclaim_from_nonowning(this);
-      member->getFuture()->addCallback([self](c10::ivalue::Future& future) {
-        self->one_done(future.hasError() ? future.exception_ptr() : nullptr);
+      const auto* ended = static_cast<const NcclxWork*>(member.get());  // a batch has no other works; `self` keeps it
+      member->getFuture()->addCallback([self, ended](c10::ivalue::Future& future) {
+        self->one_done(future.hasError() ? future.exception_ptr() : nullptr, ended->status_);
       });
     }
     one_done(nullptr);
@@ -208,7 +210,10 @@ class NcclxWork : public c10d::Work {
     if (!first_error_) first_error_ = std::move(error);
   }
 
-  void one_done(std::exception_ptr error) {
+  // A member's status is this work's, if it is the first that there is.
+  void one_done(std::exception_ptr error, int32_t status = NCCLX_OK) {
+    int32_t none = NCCLX_OK;
+    status_.compare_exchange_strong(none, status);
     if (error) note(error);
     if (--pending_ == 0) all_done();
   }
@@ -236,7 +241,7 @@ class NcclxWork : public c10d::Work {
     if (const auto profiled = std::exchange(recordFunctionEndCallback_, nullptr)) profiled();
     finish(first_error_);
     ends_on_ = std::thread::id();
-    if (batch_) batch_->remove(this, first_error_);
+    if (batch_) batch_->remove(this, first_error_, status_);
 #if NCCLX_TORCH_GE(2, 15)
     if (!first_error_) group_->call_success_hooks(key_, finished_ - started_);
 #endif
