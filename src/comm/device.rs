@@ -141,7 +141,10 @@ impl DeviceSide {
         if let Some(messages) = self.messages.get() {
             messages.close(leaving);
         }
-        lock(&self.part).take();
+        let part = lock(&self.part).take();
+        if leaving == Leaving::AfterFailure {
+            part.into_iter().for_each(Part::give_up);
+        }
         self.close_island(leaving);
     }
 }

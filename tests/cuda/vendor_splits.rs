@@ -6,6 +6,7 @@ use ncclx_rs::sync::Ordering;
 use ncclx_rs::sys::cuda::Stream;
 use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
 
+use crate::graphs::wait_until;
 use crate::harness::{alone, calls_of_nccl};
 use crate::ranks::{OnDevice, world_on};
 use crate::recording::{Graph, Mode};
@@ -177,6 +178,21 @@ fn what_parts_share_ends_with_the_first_that_is_aborted() {
             });
         };
         ["splitShare=0", "splitShare=1"].into_iter().for_each(run);
+    });
+}
+
+#[test]
+fn an_unused_part_that_leaves_ends_nothing_that_shares_with_it() {
+    alone("vendor_splits::an_unused_part_that_leaves_ends_nothing_that_shares_with_it", &[&[FOUR]], || {
+        let shared = [("engine", "nccl"), ("nccl_config", "splitShare=1")];
+        world_on(&[0, 1], &shared, |rank| {
+            count(&rank).expect("the parent has begun");
+            part(&rank, &[1, 0], "unused").expect("a split").expect("both are in it").leave(());
+            wait_until("the ends of the part", || calls_of_nccl("ends") == 2);
+            assert_eq!(count(&rank).expect("the parent goes on"), 2.0);
+            assert_eq!(["destroys", "aborts"].map(calls_of_nccl), [2, 0]);
+            rank.leave(());
+        });
     });
 }
 
