@@ -1,5 +1,6 @@
 //! Windows in device memory, between ranks of several hosts, which one machine poses as.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use ncclx_rs::sync::{AtomicBool, Ordering};
@@ -10,6 +11,7 @@ use crate::graphs::wait_until;
 use crate::harness::{Software, alone, context, is_alone};
 use crate::messages::open_files;
 use crate::ranks::{OnDevice, Process, data, hosts, hosts_on, of_processes};
+use crate::recording;
 use crate::stopped::wait_until_stopped;
 use crate::windows::{
     Part, TWO_DEVICES, announce_on_another_stream, collectives_and_accesses, come_and_go, different_memory, do_now,
@@ -483,6 +485,38 @@ fn what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else() {
             assert_eq!(part.values(&rank), data(peer, 10));
             rank.comm.window_deregister(part.id).expect("an end");
             rank.leave((part.memory, open, sum, closed, source));
+        });
+    });
+}
+
+#[test]
+fn a_deregistration_spoils_no_capture_of_another_thread() {
+    alone("window_hosts::a_deregistration_spoils_no_capture_of_another_thread", &[TWO_DEVICES], || {
+        hosts_on(&[("a", 0), ("b", 1)], HINTS, |rank| {
+            let (part, stream) = (Part::new(&rank, 10), Stream::new(&rank.context, 0).expect("a stream"));
+            rank.comm.barrier().expect("all have registered");
+            let [begun, over] = [(); 2].map(|()| Barrier::new(2));
+            let outcome = std::thread::scope(|scope| {
+                if rank.me() == 0 {
+                    scope.spawn(|| {
+                        let _current = rank.context.enter().expect("a context");
+                        recording::begin(&stream, recording::Mode::Global);
+                        begun.wait();
+                        over.wait();
+                        recording::end(&stream).expect("nothing has spoilt it");
+                    });
+                    begun.wait();
+                }
+                let outcome = rank.comm.window_deregister(part.id);
+                rank.comm.barrier().expect("all have deregistered");
+                if rank.me() == 0 {
+                    over.wait();
+                }
+                outcome
+            });
+            assert_eq!(outcome, Ok(()));
+            assert_eq!(Software::new().map_or(0, |software| software.breaches()), 0);
+            rank.leave((part.memory, stream));
         });
     });
 }

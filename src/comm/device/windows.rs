@@ -74,6 +74,8 @@ impl DeviceSide {
     /// Forgets a window, if it is one of a device.
     pub(in crate::comm) fn conceal_window(&self, window: WindowId) {
         if let Some(executor) = self.executor.get() {
+            // What other hosts have put is waited for, which spoils captures of other threads otherwise.
+            let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
             executor.windows.conceal(window);
         }
     }
