@@ -430,6 +430,15 @@ fn what_was_put_is_there_when_its_window_is_deregistered() {
     });
 }
 
+/// Two ranks put what each [has](data) into the other's part.
+fn give_each_other(rank: &OnDevice, part: &Part, source: &DeviceMemory) {
+    let peer = 1 - rank.me();
+    rank.submit(put(part, peer, 0), &[source], &[]).expect("a put");
+    rank.submit(signal(part, peer), &[], &[]).expect("a signal");
+    do_now(rank, wait_signal(part, peer)).expect("a signal");
+    assert_eq!(part.values(rank), data(peer, 10));
+}
+
 /// Registers memory on a rank whose device is held up until `given_up`, by when the other rank has.
 fn register_too_late(rank: &OnDevice, memory: Buffer, given_up: &AtomicBool) -> Result<Window, Error> {
     let (word, registered) = rank.hold();
@@ -451,7 +460,7 @@ fn what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else() {
     alone("window_hosts::what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else", &[BLOCKING], || {
         let given_up = AtomicBool::new(false);
         hosts_on(&[("a", 0), ("b", 1)], HINTS, |rank| {
-            let (me, peer, device) = (rank.me(), 1 - rank.me(), rank.context.device().ordinal());
+            let (me, device) = (rank.me(), rank.context.device().ordinal());
             let open = SharedDeviceMemory::new(&rank.context, 40).expect("memory");
             let [sum, closed, source] = [(); 3].map(|()| rank.memory(&data(me, 10)));
             rank.sum(&sum).expect("a sum");
@@ -479,10 +488,7 @@ fn what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else() {
             let error = rank.comm.window_register(memory).expect_err("rank 1's cannot be mapped").to_string();
             assert!(error.contains("rank 1") && error.contains("allocate from get_mem_allocator()"), "{error}");
             let part = Part::new(&rank, 10);
-            rank.submit(put(&part, peer, 0), &[&source], &[]).expect("a put");
-            rank.submit(signal(&part, peer), &[], &[]).expect("a signal");
-            do_now(&rank, wait_signal(&part, peer)).expect("a signal");
-            assert_eq!(part.values(&rank), data(peer, 10));
+            give_each_other(&rank, &part, &source);
             rank.comm.window_deregister(part.id).expect("an end");
             rank.leave((part.memory, open, sum, closed, source));
         });
@@ -517,6 +523,35 @@ fn a_deregistration_spoils_no_capture_of_another_thread() {
             assert_eq!(outcome, Ok(()));
             assert_eq!(Software::new().map_or(0, |software| software.breaches()), 0);
             rank.leave((part.memory, stream));
+        });
+    });
+}
+
+#[test]
+fn a_forked_child_leaves_windows_of_other_hosts_alone() {
+    alone("window_hosts::a_forked_child_leaves_windows_of_other_hosts_alone", &[&[]], || {
+        hosts("ab", HINTS, |rank| {
+            let (part, source) = (Part::new(&rank, 10), rank.memory(&data(rank.me(), 10)));
+            rank.comm.barrier().expect("all have registered");
+            if rank.me() == 0 {
+                // SAFETY: the child touches nothing whose lock another thread may hold: all wait.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: it ends this process if that hangs.
+                    unsafe { libc::alarm(20) };
+                    drop(rank.comm);
+                    // SAFETY: it ends this process, and nothing else.
+                    unsafe { libc::_exit(0) };
+                }
+                let mut status = 0;
+                // SAFETY: the child is this process's, and there is a place for the status.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
+            }
+            rank.comm.barrier().expect("all are there");
+            give_each_other(&rank, &part, &source);
+            rank.comm.window_deregister(part.id).expect("an end");
+            rank.leave((part.memory, source));
         });
     });
 }
