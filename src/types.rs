@@ -29,8 +29,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// The tag of a point-to-point message: a receive matches messages with an equal tag. The six greatest are reserved, for
-/// [`Communicator::split`](crate::Communicator::split) and for the first operations on a device.
+/// The tag of a point-to-point message: a receive matches messages with an equal tag. The seven greatest are reserved, for
+/// [`Communicator::split`](crate::Communicator::split), and for the first operations and the windows on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
@@ -50,6 +50,9 @@ impl Tag {
 
     /// The tag of the messages by which ranks split the communicator of a vendor's library.
     pub(crate) const PART: Tag = Tag(u32::MAX - 5);
+
+    /// The tag of the messages by which ranks register windows on devices.
+    pub(crate) const WINDOW: Tag = Tag(u32::MAX - 6);
 }
 
 /// A frame of the stack that a call came from.

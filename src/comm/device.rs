@@ -36,7 +36,7 @@ use crate::sys::cuda::{Provider, Relaxed, StreamHandle};
 use crate::types::{Rank, Source, Tag};
 use crate::work::Work;
 
-pub(super) mod island;
+mod island;
 mod memory;
 mod parts;
 mod windows;
@@ -143,7 +143,10 @@ impl DeviceSide {
         if let Some(messages) = self.messages.get() {
             messages.close(leaving);
         }
-        lock(&self.part).take();
+        let part = lock(&self.part).take();
+        if leaving == Leaving::AfterFailure {
+            part.into_iter().for_each(Part::give_up);
+        }
         self.close_island(leaving);
     }
 }
@@ -455,6 +458,38 @@ pub(super) fn all_gather(group: &impl Group, own: Vec<u8>, timeout: Duration) ->
     Ok(all)
 }
 
+/// Sends each of these ranks bytes, and returns what all have sent, in their order. They belong to what has this number: what was
+/// sent for an earlier one, which has failed, is passed over.
+pub(super) fn tell_all(
+    group: &impl Group,
+    operation: &str,
+    (ranks, me): (&[Rank], Rank),
+    (tag, number): (Tag, u64),
+    own: Vec<u8>,
+    until: Instant,
+) -> Result<Vec<Vec<u8>>, Error> {
+    let told = [&number.to_le_bytes(), &own[..]].concat();
+    for to in ranks.iter().filter(|rank| **rank != me) {
+        tell(group, *to, tag, told.clone())?;
+    }
+    let hear_from = |from: Rank| loop {
+        let heard = hear(group, from, tag, until.saturating_duration_since(Instant::now()))?;
+        let (theirs, said) = heard.split_at_checked(NUMBER).unwrap_or_default();
+        let theirs = theirs.try_into().map_or(u64::MAX, u64::from_le_bytes);
+        if theirs == number {
+            return Ok(said.to_vec());
+        }
+        if theirs > number {
+            let detail = format!("rank {me} has come to number {number}, rank {from} to another one in its place");
+            return Err(Error::Mismatch { operation: operation.to_owned(), detail });
+        }
+    };
+    ranks.iter().map(|rank| if *rank == me { Ok(own.clone()) } else { hear_from(*rank) }).collect()
+}
+
+/// The bytes of such a number.
+const NUMBER: usize = 8;
+
 /// Sends a rank bytes, in a message of a tag that programs cannot use.
 pub(super) fn tell(group: &impl Group, to: Rank, tag: Tag, told: Vec<u8>) -> Result<(), Error> {
     let length = u32::try_from(told.len()).expect("some bytes a rank").to_le_bytes();
@@ -473,9 +508,14 @@ pub(super) fn hear(group: &impl Group, from: Rank, tag: Tag, timeout: Duration) 
         return Err(Error::Remote { operation: "the setup of the device".to_owned(), rank: from.0, cause });
     }
     let mut bytes = vec![0; length];
-    group.recv_bytes(&mut bytes, from, tag, until.saturating_duration_since(Instant::now()))?;
+    // They are right behind: left there, they would be taken for the next length.
+    let left = until.saturating_duration_since(Instant::now()).max(LEAST_WAIT);
+    group.recv_bytes(&mut bytes, from, tag, left)?;
     Ok(bytes)
 }
+
+/// How long bytes are waited for at least whose length has come.
+const LEAST_WAIT: Duration = Duration::from_secs(1);
 
 /// The most that a rank tells the others at a time.
 const BYTES_MAX: usize = 1 << 20;

@@ -15,7 +15,7 @@ use crate::algo::{Collective, IslandCall, Islands};
 use crate::buffer::Buffer;
 use crate::comm::check::{self, Checked, RankAndSize};
 use crate::comm::communicator::Communicator;
-use crate::comm::device::island::tell_all;
+use crate::comm::device::tell_all;
 use crate::comm::island::{Member, Mixed, Turn, next_generation};
 use crate::comm::through_host::{Refusal, device_error};
 use crate::counts::Counts;
@@ -34,7 +34,7 @@ use crate::sys::cuda::{
     CudaError, Current, DeviceBytes, DeviceMemory, Relaxed, Stream, StreamHandle, copy_from_host, copy_to_host,
 };
 use crate::sys::team::Team;
-use crate::types::{DType, Rank, ReduceOp};
+use crate::types::{DType, Rank, ReduceOp, Tag};
 use crate::work::{Submitted, Work};
 
 impl Communicator {
@@ -459,7 +459,8 @@ impl<'a> OnDevice<'a> {
         if let Some(generation) = next_generation(&said) {
             turn.generation = 0;
             let (comm, ranks) = (self.comm, (&member.ranks[..], self.called.me()));
-            let mut all_gather = |own| tell_all(comm, work.operation(), ranks, work.sequence(), own, until);
+            let number = (Tag::DEVICE, work.sequence());
+            let mut all_gather = |own| tell_all(comm, work.operation(), ranks, number, own, until);
             // Half, so that why it has not begun is known before the operation's time is over.
             let limit = until.saturating_duration_since(Instant::now()) / 2;
             // An abort, for one, ends the operation.

@@ -28,20 +28,19 @@ impl Communicator {
         factor: Option<Buffer>,
         stream: StreamHandle,
     ) -> Result<Work, Error> {
+        let operation = ops[0].kind.name();
+        // Before the device is asked anything: that fails in a forked child, and such a failure is told to the other ranks.
+        self.driver.check_here(operation)?;
         if factor.is_some() {
             let engine = self.device.engine();
             let expected = format!("a factor that is a number of the host, which alone engine={engine} takes");
-            let (operation, got) = (ops[0].kind.name().to_owned(), "one in the memory of a device".to_owned());
+            let (operation, got) = (operation.to_owned(), "one in the memory of a device".to_owned());
             return Err(UsageError { operation, argument: "op", expected, got }.into());
         }
         if let [op] = ops
             && let Some(work) = self.begin_on_island(op, stream)?
         {
             return Ok(work);
-        }
-        let operation = ops[0].kind.name();
-        if !self.driver.is_here() {
-            return Err(self.driver.forked_error(operation));
         }
         for op in ops {
             self.check_through_host(op)?;

@@ -20,12 +20,13 @@ use crate::error::Error;
 use crate::sync::{self, Arc, Condvar, Mutex, lock};
 use crate::sys::cuda::{Batch, Context, CudaError, RegisteredWords, Relaxed, Stream};
 use crate::sys::exit::at_exit;
-use crate::sys::fork::PerProcess;
+use crate::sys::fork::{Origin, PerProcess};
 use crate::types::Rank;
 
 /// A communicator's handle of the thread, which ends when this is dropped.
 pub(crate) struct LandingThread {
     shared: Arc<Shared>,
+    origin: Origin,
 }
 
 struct Shared {
@@ -80,7 +81,7 @@ impl LandingThread {
         let shared = Arc::new(shared);
         let (own, gate) = (shared.clone(), Gate::of_process()?);
         sync::spawn("ncclx_rs windows", move || own.run(gate))?;
-        Ok(LandingThread { shared })
+        Ok(LandingThread { shared, origin: Origin::here() })
     }
 
     /// What the CPU engine hands items to.
@@ -110,8 +111,11 @@ impl LandingThread {
 }
 
 impl Drop for LandingThread {
-    /// Waits until the thread and its stream have ended. Both wait for nothing but the driver.
+    /// Waits until the thread and its stream have ended. Both wait for nothing but the driver. In a forked child there is neither.
     fn drop(&mut self) {
+        if !self.origin.is_here() {
+            return;
+        }
         self.end();
         let mut queue = lock(&self.shared.queue);
         while !queue.has_ended {

@@ -130,18 +130,13 @@ pub(crate) fn watch_graph(graph: Arc<dyn Replayed>) {
     WATCH.get().watch_graph(graph);
 }
 
-/// Has the reaper drop what holds memory of a device, once nothing is in flight in this process. Where an operation has not
-/// ended although it failed long ago, the memory stays. The threads have [begun](begin).
-pub(crate) fn reap(in_flight: Arc<dyn Watched>, memory: Box<dyn Any + Send>) {
-    reap_all(vec![in_flight], memory);
-}
-
-/// As [`reap`], for memory that several lanes use.
-pub(crate) fn reap_all(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) {
+/// Has the reaper drop what holds memory of a device, once nothing is in flight in this process. Where an operation of a lane that
+/// uses it has not ended although it failed long ago, the memory stays. The threads have [begun](begin).
+pub(crate) fn reap(in_flight: Vec<Arc<dyn Watched>>, memory: Box<dyn Any + Send>) {
     WATCH.get().reap(Left::new(in_flight, memory));
 }
 
-/// As [`reap_all`], of a communicator that leaves these of a vendor's library. They end before the memory goes.
+/// As [`reap`], of a communicator that leaves these of a vendor's library. They end before the memory goes.
 pub(crate) fn reap_with(
     libraries: Vec<Arc<VendorComm>>,
     leaving: Leaving,

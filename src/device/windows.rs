@@ -492,7 +492,8 @@ impl Windows {
         if let Some(far) = &state.far {
             far.landing.end();
         }
-        watch::reap(self.accesses.clone(), Box::new(state));
+        // Collectives write to parts, too.
+        watch::reap(vec![self.accesses.clone(), self.accesses.collectives()], Box::new(state));
     }
 }
 

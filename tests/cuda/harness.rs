@@ -159,6 +159,7 @@ pub(crate) struct Software {
     plant: unsafe extern "C" fn(*const c_char),
     living: unsafe extern "C" fn(*const c_char) -> c_long,
     copied_bytes: unsafe extern "C" fn() -> u64,
+    breaches: unsafe extern "C" fn() -> u64,
 }
 
 impl Software {
@@ -169,7 +170,7 @@ impl Software {
         };
         let calls = symbol(c"softcuda_calls")?;
         let (plant, living) = (symbol(c"softcuda_plant")?, symbol(c"softcuda_living")?);
-        let copied_bytes = symbol(c"softcuda_copied_bytes")?;
+        let (copied_bytes, breaches) = (symbol(c"softcuda_copied_bytes")?, symbol(c"softcuda_breaches")?);
         Some(Software {
             // SAFETY: tests/softcuda declares it so.
             uses: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*const c_char) -> u64>(uses) },
@@ -185,6 +186,8 @@ impl Software {
             },
             // SAFETY: as above.
             copied_bytes: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> u64>(copied_bytes) },
+            // SAFETY: as above.
+            breaches: unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> u64>(breaches) },
         })
     }
 
@@ -199,6 +202,12 @@ impl Software {
     pub(crate) fn copied_bytes(&self) -> u64 {
         // SAFETY: it takes nothing.
         unsafe { (self.copied_bytes)() }
+    }
+
+    /// How often CUDA's rules have been broken.
+    pub(crate) fn breaches(&self) -> u64 {
+        // SAFETY: it takes nothing.
+        unsafe { (self.breaches)() }
     }
 
     /// The functions that have been called.

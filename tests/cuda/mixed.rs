@@ -618,3 +618,34 @@ fn what_only_other_engines_have_is_refused() {
         });
     });
 }
+
+#[test]
+fn a_forked_child_leaves_the_library_and_the_host_alone() {
+    alone("mixed::a_forked_child_leaves_the_library_and_the_host_alone", &[&[DEVICES]], || {
+        world_on(&[0, 1], &MIXED, |rank| {
+            let memory = rank.memory(&data(rank.me(), LEN));
+            rank.sum(&memory).expect("a sum");
+            if rank.me() == 0 {
+                // SAFETY: the child touches nothing whose lock another thread may hold but what says that it is refused.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: it ends this process if that hangs.
+                    unsafe { libc::alarm(20) };
+                    let is_refused =
+                        rank.sum(&memory).is_err_and(|error| error.to_string().contains("before the fork"));
+                    // SAFETY: it ends this process, and nothing else.
+                    unsafe { libc::_exit(if is_refused { 0 } else { 1 }) };
+                }
+                let mut status = 0;
+                // SAFETY: the child is this process's, and there is a place for the status.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
+            }
+            rank.comm.barrier().expect("the child has told nobody anything");
+            rank.sum(&memory).expect("they go on");
+            let twice: Vec<f32> = total(2, LEN).iter().map(|sum| 2.0 * sum).collect();
+            assert_eq!(rank.values(&memory), twice);
+            rank.leave(memory);
+        });
+    });
+}

@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
+use ncclx_rs::sync::Ordering;
 use ncclx_rs::sys::cuda::Stream;
 use ncclx_rs::{Error, OpKind, Rank, ReduceOp};
 
+use crate::graphs::wait_until;
 use crate::harness::{alone, calls_of_nccl};
 use crate::ranks::{OnDevice, world_on};
+use crate::recording::{Graph, Mode};
 use crate::vendor::all_collectives;
 
 const NCCL: &[(&str, &str)] = &[("engine", "nccl")];
@@ -179,6 +182,21 @@ fn what_parts_share_ends_with_the_first_that_is_aborted() {
 }
 
 #[test]
+fn an_unused_part_that_leaves_ends_nothing_that_shares_with_it() {
+    alone("vendor_splits::an_unused_part_that_leaves_ends_nothing_that_shares_with_it", &[&[FOUR]], || {
+        let shared = [("engine", "nccl"), ("nccl_config", "splitShare=1")];
+        world_on(&[0, 1], &shared, |rank| {
+            count(&rank).expect("the parent has begun");
+            part(&rank, &[1, 0], "unused").expect("a split").expect("both are in it").leave(());
+            wait_until("the ends of the part", || calls_of_nccl("ends") == 2);
+            assert_eq!(count(&rank).expect("the parent goes on"), 2.0);
+            assert_eq!(["destroys", "aborts"].map(calls_of_nccl), [2, 0]);
+            rank.leave(());
+        });
+    });
+}
+
+#[test]
 fn one_that_was_given_up_is_split_by_no_rank() {
     let hang: &[(&str, &str)] = &[FOUR, ("FAKENCCL_FAULT", "1:2:hang")];
     alone("vendor_splits::one_that_was_given_up_is_split_by_no_rank", &[hang], || {
@@ -196,6 +214,34 @@ fn one_that_was_given_up_is_split_by_no_rank() {
             meet(&rank);
             assert_eq!(ids_and_splits(), (2, 0));
             rank.comm.abort("the test is over");
+        });
+    });
+}
+
+#[test]
+fn one_that_graphs_have_calls_of_is_split_by_no_rank() {
+    alone("vendor_splits::one_that_graphs_have_calls_of_is_split_by_no_rank", &[&[FOUR]], || {
+        world_on(&[0, 1], NCCL, |rank| {
+            let memory = rank.memory(&[1.0; 1000]);
+            rank.sum(&memory).expect("the parent has begun");
+            rank.stream.synchronize().expect("a stream that ends");
+            meet(&rank);
+            let graph = Graph::of(&rank.stream, Mode::ThreadLocal, || rank.sum(&memory).expect("a sum"));
+            meet(&rank);
+            // The replay has yet to come to the library's call.
+            let (word, registered) = rank.hold();
+            graph.replay(&rank.stream);
+            let own = part(&rank, &[1, 0], "part").expect("each begins by itself").expect("both are in it");
+            word.word(0).store(1, Ordering::Release);
+            assert_eq!(rank.values(&memory), [4.0; 1000]);
+            assert_eq!(count(&own).expect("a sum"), 2.0);
+            assert_eq!(count(&rank).expect("the parent goes on"), 2.0);
+            graph.replay(&rank.stream);
+            assert_eq!(rank.values(&memory), [8.0; 1000], "so does the graph");
+            meet(&rank);
+            assert_eq!(ids_and_splits(), (2, 0));
+            own.leave(());
+            rank.leave((graph, memory, registered));
         });
     });
 }

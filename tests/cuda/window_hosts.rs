@@ -1,19 +1,23 @@
 //! Windows in device memory, between ranks of several hosts, which one machine poses as.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
-use ncclx_rs::sys::cuda::{DeviceMemory, Stream, copy_from_host, copy_to_host};
-use ncclx_rs::{Buffer, Buffers, DType, Error, Mode, Op, OpKind, Rank, StreamHandle, Work};
+use ncclx_rs::sync::{AtomicBool, Ordering};
+use ncclx_rs::sys::cuda::{DeviceMemory, SharedDeviceMemory, Stream, copy_from_host, copy_to_host};
+use ncclx_rs::{Buffer, Buffers, DType, Error, Mode, Op, OpKind, Rank, ReduceOp, StreamHandle, Window, Work};
 
 use crate::graphs::wait_until;
 use crate::harness::{Software, alone, context, is_alone};
 use crate::messages::open_files;
 use crate::ranks::{OnDevice, Process, data, hosts, hosts_on, of_processes};
+use crate::recording;
 use crate::stopped::wait_until_stopped;
 use crate::windows::{
     Part, TWO_DEVICES, announce_on_another_stream, collectives_and_accesses, come_and_go, different_memory, do_now,
-    end_before_the_other_leaves, end_in_any_order, exchange, expose_a_part, get, many_accesses, memory_is_refused,
-    no_signal, put, signal, submit_on, too_many_windows, wait_for_one_that_leaves, wait_signal, what_does_not_fit,
+    end_before_the_other_leaves, end_in_any_order, exchange, expose_a_part, exposed, get, many_accesses,
+    memory_is_refused, no_signal, put, signal, submit_on, too_many_windows, wait_for_one_that_leaves, wait_signal,
+    what_does_not_fit,
 };
 
 type Settings = [(&'static str, &'static str)];
@@ -320,7 +324,7 @@ fn a_rank_that_takes_nothing_is_named_by_who_puts() {
     let (part, memory) = (Part::new(&rank, 300_000), rank.memory(&data(1, 300_000)));
     let mut peer = [0i32; 2];
     peer[rank.me()] = std::process::id().cast_signed();
-    rank.comm.all_reduce(&mut peer, ncclx_rs::ReduceOp::Sum).expect("their numbers");
+    rank.comm.all_reduce(&mut peer, ReduceOp::Sum).expect("their numbers");
     if rank.me() == 1 {
         // SAFETY: it stops this process, until the other one goes on with it.
         unsafe { libc::raise(libc::SIGSTOP) };
@@ -421,6 +425,132 @@ fn what_was_put_is_there_when_its_window_is_deregistered() {
             rank.comm.window_deregister(part.id).expect("an end");
             let expected = if rank.me() == 0 { vec![-1.0; len] } else { data(5, len) };
             assert!(part.values(&rank) == expected, "rank {}", rank.me());
+            rank.leave((part.memory, source));
+        });
+    });
+}
+
+/// Two ranks put what each [has](data) into the other's part.
+fn give_each_other(rank: &OnDevice, part: &Part, source: &DeviceMemory) {
+    let peer = 1 - rank.me();
+    rank.submit(put(part, peer, 0), &[source], &[]).expect("a put");
+    rank.submit(signal(part, peer), &[], &[]).expect("a signal");
+    do_now(rank, wait_signal(part, peer)).expect("a signal");
+    assert_eq!(part.values(rank), data(peer, 10));
+}
+
+/// Registers memory on a rank whose device is held up until `given_up`, by when the other rank has.
+fn register_too_late(rank: &OnDevice, memory: Buffer, given_up: &AtomicBool) -> Result<Window, Error> {
+    let (word, registered) = rank.hold();
+    let outcome = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            wait_until("the other rank gives up", || given_up.load(Ordering::Acquire));
+            word.word(0).store(1, Ordering::Release);
+        });
+        rank.comm.window_register(memory)
+    });
+    drop(registered);
+    outcome
+}
+
+#[test]
+fn what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else() {
+    // The first window of other hosts takes memory of the host, which waits for the device.
+    const BLOCKING: &Settings = &[("SOFTCUDA_DEVICES", "2"), ("SOFTCUDA_BLOCKING", "all")];
+    alone("window_hosts::what_a_rank_tells_too_late_of_a_window_is_taken_for_nothing_else", &[BLOCKING], || {
+        let given_up = AtomicBool::new(false);
+        hosts_on(&[("a", 0), ("b", 1)], HINTS, |rank| {
+            let (me, device) = (rank.me(), rank.context.device().ordinal());
+            let open = SharedDeviceMemory::new(&rank.context, 40).expect("memory");
+            let [sum, closed, source] = [(); 3].map(|()| rank.memory(&data(me, 10)));
+            rank.sum(&sum).expect("a sum");
+            let usual = rank.comm.timeout();
+            rank.comm.barrier().expect("all are there");
+            rank.comm.set_timeout(Duration::from_secs(1));
+            let outcome = if me == 0 {
+                let outcome = rank.comm.window_register(exposed(&rank, &open, 10));
+                given_up.store(true, Ordering::Release);
+                outcome
+            } else {
+                register_too_late(&rank, exposed(&rank, &open, 10), &given_up)
+            };
+            assert!(matches!(outcome, Err(Error::Timeout { .. })), "rank {me}: {outcome:?}");
+            rank.comm.set_timeout(usual);
+            rank.comm.barrier().expect("all have given up");
+            // What ranks agree on as they begin anew.
+            let op = if me == 0 { ReduceOp::Max } else { ReduceOp::Sum };
+            let outcome = rank.submit(OpKind::AllReduce(op), &[&sum], &[&sum]).and_then(|work| work.wait(None));
+            assert!(matches!(outcome, Err(Error::Mismatch { .. })), "rank {me}: {outcome:?}");
+            rank.sum(&sum).expect("they go on");
+            // SAFETY: the memory lives until the end of the test.
+            let refused = unsafe { Buffer::on_device(closed.bytes().ptr().to_bits(), 10, DType::F32, device) };
+            let memory = if me == 1 { refused } else { exposed(&rank, &open, 10) };
+            let error = rank.comm.window_register(memory).expect_err("rank 1's cannot be mapped").to_string();
+            assert!(error.contains("rank 1") && error.contains("allocate from get_mem_allocator()"), "{error}");
+            let part = Part::new(&rank, 10);
+            give_each_other(&rank, &part, &source);
+            rank.comm.window_deregister(part.id).expect("an end");
+            rank.leave((part.memory, open, sum, closed, source));
+        });
+    });
+}
+
+#[test]
+fn a_deregistration_spoils_no_capture_of_another_thread() {
+    alone("window_hosts::a_deregistration_spoils_no_capture_of_another_thread", &[TWO_DEVICES], || {
+        hosts_on(&[("a", 0), ("b", 1)], HINTS, |rank| {
+            let (part, stream) = (Part::new(&rank, 10), Stream::new(&rank.context, 0).expect("a stream"));
+            rank.comm.barrier().expect("all have registered");
+            let [begun, over] = [(); 2].map(|()| Barrier::new(2));
+            let outcome = std::thread::scope(|scope| {
+                if rank.me() == 0 {
+                    scope.spawn(|| {
+                        let _current = rank.context.enter().expect("a context");
+                        recording::begin(&stream, recording::Mode::Global);
+                        begun.wait();
+                        over.wait();
+                        recording::end(&stream).expect("nothing has spoilt it");
+                    });
+                    begun.wait();
+                }
+                let outcome = rank.comm.window_deregister(part.id);
+                rank.comm.barrier().expect("all have deregistered");
+                if rank.me() == 0 {
+                    over.wait();
+                }
+                outcome
+            });
+            assert_eq!(outcome, Ok(()));
+            assert_eq!(Software::new().map_or(0, |software| software.breaches()), 0);
+            rank.leave((part.memory, stream));
+        });
+    });
+}
+
+#[test]
+fn a_forked_child_leaves_windows_of_other_hosts_alone() {
+    alone("window_hosts::a_forked_child_leaves_windows_of_other_hosts_alone", &[&[]], || {
+        hosts("ab", HINTS, |rank| {
+            let (part, source) = (Part::new(&rank, 10), rank.memory(&data(rank.me(), 10)));
+            rank.comm.barrier().expect("all have registered");
+            if rank.me() == 0 {
+                // SAFETY: the child touches nothing whose lock another thread may hold: all wait.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    // SAFETY: it ends this process if that hangs.
+                    unsafe { libc::alarm(20) };
+                    drop(rank.comm);
+                    // SAFETY: it ends this process, and nothing else.
+                    unsafe { libc::_exit(0) };
+                }
+                let mut status = 0;
+                // SAFETY: the child is this process's, and there is a place for the status.
+                unsafe { libc::waitpid(child, &raw mut status, 0) };
+                assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0));
+            }
+            rank.comm.barrier().expect("all are there");
+            give_each_other(&rank, &part, &source);
+            rank.comm.window_deregister(part.id).expect("an end");
             rank.leave((part.memory, source));
         });
     });

@@ -1,8 +1,6 @@
-//! How ranks find out which of them are alike (`engine=mixed`), and what they tell each other.
+//! How ranks find out which of them are alike (`engine=mixed`).
 
-use std::time::Instant;
-
-use super::{DeviceSide, Group, hear, own_device, tell};
+use super::{DeviceSide, Group, own_device};
 use crate::comm::island::{Member, Mixed, Turn};
 use crate::config::EngineChoice;
 use crate::device::setup::{self, AllGather, SetupFailure};
@@ -14,7 +12,7 @@ use crate::error::Error;
 use crate::sync::{Arc, Mutex, lock};
 use crate::sys::cuda::{Context, Device, Relaxed, provider};
 use crate::sys::nccl::Nccl;
-use crate::types::{Rank, Tag};
+use crate::types::Rank;
 
 /// What a rank tells of its device, its library, and the context.
 type Own = (OnDevice, Option<Arc<Nccl>>, Arc<Context>);
@@ -117,35 +115,3 @@ fn beginning(text: &str) -> String {
         .map(|letter| if letter.is_ascii_graphic() && !['"', '\\'].contains(&letter) { letter } else { ' ' });
     plain.take(700).collect()
 }
-
-/// Sends each of these ranks bytes, and returns what all have sent, in their order. They belong to the collective of this number:
-/// what was sent for an earlier one, which has failed, is passed over.
-pub(in crate::comm) fn tell_all(
-    group: &impl Group,
-    operation: &str,
-    (ranks, me): (&[Rank], Rank),
-    number: u64,
-    own: Vec<u8>,
-    until: Instant,
-) -> Result<Vec<Vec<u8>>, Error> {
-    let told = [&number.to_le_bytes(), &own[..]].concat();
-    for to in ranks.iter().filter(|rank| **rank != me) {
-        tell(group, *to, Tag::DEVICE, told.clone())?;
-    }
-    let hear_from = |from: Rank| loop {
-        let heard = hear(group, from, Tag::DEVICE, until.saturating_duration_since(Instant::now()))?;
-        let (theirs, said) = heard.split_at_checked(NUMBER).unwrap_or_default();
-        let theirs = theirs.try_into().map_or(u64::MAX, u64::from_le_bytes);
-        if theirs == number {
-            return Ok(said.to_vec());
-        }
-        if theirs > number {
-            let detail = format!("rank {me} has come to collective {number}, rank {from} to another one in its place");
-            return Err(Error::Mismatch { operation: operation.to_owned(), detail });
-        }
-    };
-    ranks.iter().map(|rank| if *rank == me { Ok(own.clone()) } else { hear_from(*rank) }).collect()
-}
-
-/// The bytes of a collective's number.
-const NUMBER: usize = 8;

@@ -1,17 +1,18 @@
 //! Windows in the memory of a CUDA device.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::{DeviceSide, Group, all_gather, own_device};
+use super::{DeviceSide, Group, own_device, tell_all};
 use crate::buffer::{Buffer, Memory};
 use crate::comm::check::{self, RankAndSize};
+use crate::deadline::deadline_after;
 use crate::device::windows::{Access, AccessRequest};
 use crate::engine::call::Call;
 use crate::engine::flight_recorder::Bytes;
 use crate::error::{Error, InitError};
 use crate::op::{Op, OpKind};
 use crate::sys::cuda::{Relaxed, StreamHandle};
-use crate::types::Rank;
+use crate::types::{Rank, Tag};
 use crate::window::{GetPath, WindowId};
 use crate::work::Work;
 
@@ -41,7 +42,14 @@ impl DeviceSide {
             return Err(InitError::Config(format!("communicator `{}`: window_register: {why}", group.name())).into());
         }
         let are_there = || group.driver().with_engine(|engine| engine.is_whole());
-        executor.windows.register(window, memory, timeout, &mut |own| all_gather(group, own, timeout), &are_there)
+        let RankAndSize { me, size } = group.place();
+        let ranks: Vec<Rank> = (0..size).map(Rank::from).collect();
+        // What a rank has told of a window that others had given up by then is neither another window's, nor the setup's.
+        let mut all_gather = |own| {
+            let until = deadline_after(Instant::now(), timeout);
+            tell_all(group, "window_register", (&ranks[..], me), (Tag::WINDOW, window.0), own, until)
+        };
+        executor.windows.register(window, memory, timeout, &mut all_gather, &are_there)
     }
 
     /// The error of an operation on a window in the memory of a device, where operations go through that of the host.
@@ -66,6 +74,8 @@ impl DeviceSide {
     /// Forgets a window, if it is one of a device.
     pub(in crate::comm) fn conceal_window(&self, window: WindowId) {
         if let Some(executor) = self.executor.get() {
+            // What other hosts have put is waited for, which spoils captures of other threads otherwise.
+            let _relaxed = Relaxed::enter().inspect_err(|error| log::warn!("captures may be spoilt: {error}"));
             executor.windows.conceal(window);
         }
     }

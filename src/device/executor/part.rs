@@ -1,9 +1,8 @@
 //! Splits of the vendor's library that runs collectives.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{Executor, Ranks};
-use crate::device::in_flight::NAP_MAX;
 use crate::device::vendor::part::Part;
 use crate::device::vendor::split::{Others, Wanted};
 use crate::error::Error;
@@ -30,13 +29,7 @@ impl Executor {
         // The library allocates, which spoils captures otherwise.
         let _relaxed = Relaxed::enter();
         // A library that still has something on a stream may never end a split.
-        let begin = Instant::now();
-        while state.graphs.is_busy() && begin.elapsed() < timeout {
-            std::thread::sleep(NAP_MAX);
-        }
-        let is_idle = !state.graphs.is_busy()
-            && self.in_flight.wait_for(u64::MAX, timeout.saturating_sub(begin.elapsed())).is_ok()
-            && self.in_flight.halt().is_none();
+        let is_idle = self.in_flight.wait_for(u64::MAX, timeout).is_ok() && self.in_flight.halt().is_none();
         let current = state.context.enter().inspect_err(|error| {
             log::warn!("communicator `{}`: parts begin their own communicators of the library: {error}", self.comm);
         });

@@ -74,6 +74,11 @@ pub(super) fn abort_aside(raw: Arc<NcclComm>) {
     aside(until, move || raw.abort());
 }
 
+/// Ends a communicator of which nothing was called, so that nobody counts on it.
+pub(super) fn destroy_aside(raw: Arc<NcclComm>) {
+    aside(Some(Instant::now()), move || raw.destroy());
+}
+
 /// Ends a communicator on a thread of its own. The end of the process waits for it until then, and [for a while](wait_for_all) anyway;
 /// not at all for none.
 fn aside(until: Option<Instant>, end: impl FnOnce() + Send + 'static) {

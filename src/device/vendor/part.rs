@@ -3,14 +3,14 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::NcclFields;
-use crate::device::vendor::ending::abort_aside;
+use crate::device::vendor::ending::{abort_aside, destroy_aside};
 use crate::sync::Arc;
 use crate::sys::fork::Origin;
 use crate::sys::nccl::{Nccl, NcclComm, Progress};
 
 /// A communicator of a library for ranks that have none yet, split from that of others.
 ///
-/// Dropped, it is given up.
+/// Dropped, it is destroyed.
 #[derive(Debug)]
 pub(crate) struct Part {
     /// None once it is taken.
@@ -54,12 +54,25 @@ impl Part {
     pub(super) fn taken(mut self) -> Arc<NcclComm> {
         self.raw.take().expect("it is taken once")
     }
+
+    /// Gives it up, as after a failure.
+    pub(crate) fn give_up(mut self) {
+        self.take_own().into_iter().for_each(abort_aside);
+    }
+
+    /// The communicator, if it was not taken and is this process's.
+    fn take_own(&mut self) -> Option<Arc<NcclComm>> {
+        self.raw.take().filter(|_| self.origin.is_here())
+    }
 }
 
 impl Drop for Part {
     fn drop(&mut self) {
-        if let Some(raw) = self.raw.take().filter(|_| self.origin.is_here()) {
-            abort_aside(raw);
+        let Some(raw) = self.take_own() else { return };
+        // An abort would end what shares with it. What has failed the library does not destroy.
+        match raw.progress() {
+            Ok(Progress::Done) => destroy_aside(raw),
+            Ok(Progress::Going) | Err(_) => abort_aside(raw),
         }
     }
 }

@@ -229,9 +229,10 @@ impl VendorComm {
         Err(InitError::Os { comm: chosen.comm.clone(), what, cause }.into())
     }
 
+    /// Not where CUDA graphs have calls of it: nothing tells whether a replay is on a stream that has yet to come to a call.
     fn can_split(&self, raw: &NcclComm) -> bool {
         let has_split = self.chosen.library.features().contains(&Feature::Split);
-        has_split && !self.is_given_up() && matches!(raw.progress(), Ok(Progress::Done))
+        has_split && !self.is_given_up() && !raw.is_held() && matches!(raw.progress(), Ok(Progress::Done))
     }
 }
 

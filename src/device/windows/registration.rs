@@ -197,7 +197,7 @@ impl Windows {
     }
 
     fn reap(&self, parts: Arc<Vec<Part>>) {
-        watch::reap_all(vec![self.accesses.clone(), self.accesses.collectives()], Box::new(parts));
+        watch::reap(vec![self.accesses.clone(), self.accesses.collectives()], Box::new(parts));
     }
 }
 
