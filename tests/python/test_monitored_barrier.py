@@ -20,6 +20,14 @@ def all_pass(rank: int, size: int) -> None:
             dist.monitored_barrier(timeout=PATIENT, wait_all_ranks=wait_all_ranks)
 
 
+def the_limit_is_rank_0s_alone(rank: int, size: int) -> None:
+    with leaving_together():
+        dist.monitored_barrier(timeout=PATIENT)
+        if rank == 0:
+            time.sleep(2 * SHORT.total_seconds())
+        dist.monitored_barrier(timeout=SHORT)
+
+
 def late_ranks_have_not_come_to_the_next(rank: int, size: int) -> None:
     store, late = fresh_store(), size - 1
     store.set_timeout(PATIENT)
@@ -75,6 +83,11 @@ def a_lost_rank_is_to_blame_and_not_one_that_may_yet_come(rank: int, size: int, 
 @pytest.mark.worlds(sizes=(1, 2, 3))
 def test_all_pass(world: World) -> None:
     world.run(all_pass)
+
+
+@pytest.mark.worlds(sizes=(3,), modes=("shm",))
+def test_the_limit_is_rank_0s_alone(world: World) -> None:
+    world.run(the_limit_is_rank_0s_alone)
 
 
 @pytest.mark.worlds(sizes=(2, 3), modes=("shm", "tcp"))

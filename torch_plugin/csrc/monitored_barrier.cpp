@@ -4,7 +4,7 @@
 namespace ncclx {
 
 // As gloo's, with the same error messages: every rank reports to rank 0, which releases them once all have reported, and
-// names the missing ranks.
+// names the missing ranks. The limit is rank 0's alone: a rank that waits for it hears from it how the barrier ends.
 void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   // Programs cannot use tags from 2^31 on. Each call has its own tags, so that a late report is not taken for one of the
   // next call.
@@ -12,37 +12,59 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
   const uint32_t release = report | 1;
   // PyTorch passes its default if the program has given no timeout.
   const bool is_limited = opts.timeout != c10d::kUnsetTimeout && opts.timeout != kBackendDefaultTimeout;
-  const Milliseconds timeout = is_limited ? opts.timeout : Milliseconds(engine_->timeout(comm()->get()));
+  const Milliseconds own(engine_->timeout(comm()->get()));
+  const Milliseconds timeout = is_limited ? opts.timeout : own;
   const std::string limit = std::to_string(timeout.count()) + " ms";
-  auto exchange = [&](NcclxKind kind, int peer, uint32_t tag) {
-    at::Tensor token = at::zeros({1}, at::kByte);
+  const auto exchange = [&](NcclxKind kind, int peer, uint32_t tag, const at::Tensor& token) {
     return launch({.kind = kind, .operation = "monitored_barrier", .title = nullptr, .type = OpType::BARRIER,
-                   .timeout = timeout, .async = true, .results = {}, .profiled = {}, .peer = peer, .tag = tag,
+                   .timeout = getRank() == 0 ? timeout : std::max(timeout, own), .async = true, .results = {},
+                   .profiled = {}, .peer = peer, .tag = tag,
                    .fill = [&](Operands& o, size_t) {
                      kind == NCCLX_SEND ? o.input(token, "token") : o.output(token, "token");
                    }});
   };
+  const auto token = [](bool passes) { return at::full({1}, passes, at::kByte); };
   if (getRank() != 0) {
-    try {
-      exchange(NCCLX_SEND, 0, report)->wait();
-      exchange(NCCLX_RECV, 0, release)->wait();
-    } catch (const c10::Error& error) {
-      const std::string rank = "Rank " + std::to_string(getRank());
+    const std::string rank = "Rank " + std::to_string(getRank());
+    const auto fail = [&](const char* cause) {
       raise(NCCLX_FAILURE, "[" + rank + "]: " + rank + " successfully reached monitoredBarrier, but received errors " +
-                               "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank: " +
-                               error.what_without_backtrace());
+                               "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank: " + cause);
+    };
+    const at::Tensor passes = token(false);
+    try {
+      exchange(NCCLX_SEND, 0, report, token(true))->wait();
+      exchange(NCCLX_RECV, 0, release, passes)->wait();
+    } catch (const c10::Error& error) {
+      fail(error.what_without_backtrace());
     }
+    if (!passes.item<bool>()) fail("it failed there");
     return;
   }
   if (timeout.count() <= 0) raise(NCCLX_FAILURE, "[Rank 0]: Rank 0 timed out in monitoredBarrier after " + limit);
+  const auto tell = [&](bool passes) {
+    std::vector<WorkPtr> sent;
+    for (int peer = 1; peer < getSize(); ++peer) sent.push_back(exchange(NCCLX_SEND, peer, release, token(passes)));
+    return sent;
+  };
+  const auto fail = [&](const std::string& cause) {
+    try {
+      tell(false);
+    } catch (const c10::Error&) {
+      // A rank is lost or this one has left, which the others hear anyway.
+    }
+    raise(NCCLX_FAILURE, "[Rank 0]: " + cause);
+  };
   std::vector<int> missing;
   const auto late = [&] {
     const std::string who = wait_all_ranks ? "Ranks " : "Rank ";
     return who + c10::Join(", ", missing) + " failed to pass monitoredBarrier in " + limit;
   };
   try {
+    std::vector<at::Tensor> tokens;
     std::vector<WorkPtr> reports;
-    for (int peer = 1; peer < getSize(); ++peer) reports.push_back(exchange(NCCLX_RECV, peer, report));
+    for (int peer = 1; peer < getSize(); ++peer) {
+      reports.push_back(exchange(NCCLX_RECV, peer, report, tokens.emplace_back(token(false))));
+    }
     for (int peer = 1; peer < getSize(); ++peer) {
       try {
         reports[peer - 1]->wait();
@@ -54,13 +76,10 @@ void NcclxBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
       }
     }
   } catch (const c10::Error& error) {
-    raise(NCCLX_FAILURE, std::string("[Rank 0]: monitoredBarrier failed: ") + text_of(error) +
-                             (missing.empty() ? "" : "; " + late()));
+    fail(std::string("monitoredBarrier failed: ") + text_of(error) + (missing.empty() ? "" : "; " + late()));
   }
-  if (!missing.empty()) raise(NCCLX_FAILURE, "[Rank 0]: " + late());
-  std::vector<WorkPtr> releases;
-  for (int peer = 1; peer < getSize(); ++peer) releases.push_back(exchange(NCCLX_SEND, peer, release));
-  for (auto& work : releases) work->wait();
+  if (!missing.empty()) fail(late());
+  for (auto& work : tell(true)) work->wait();
 }
 
 }  // namespace ncclx
