@@ -166,7 +166,12 @@ pub fn is_hung_up(fd: BorrowedFd<'_>) -> bool {
 
 /// Whether a connection waits to be accepted.
 pub fn has_caller(listener: BorrowedFd<'_>) -> bool {
-    let mut watched = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+    is_readable(listener)
+}
+
+/// Whether something has come that was not read, or the end.
+pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    let mut watched = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 

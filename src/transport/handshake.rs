@@ -90,7 +90,7 @@ impl Opening {
     /// tried again: the other side hangs up on slow peers.
     pub(crate) fn classify(&self, down: LinkDown) -> LinkDown {
         match down.kind {
-            Down::HungUp if self.begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
+            Down::HungUp if self.age() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
             _ => down,
         }
     }
@@ -98,6 +98,16 @@ impl Opening {
     /// What only the two ends know, once both have proved themselves.
     pub(crate) fn session(&self) -> Option<Secret> {
         self.session
+    }
+
+    /// Whether the acceptor has spoken.
+    pub(crate) fn is_challenged(&self) -> bool {
+        self.session.is_some()
+    }
+
+    /// How long ago it has begun.
+    pub(crate) fn age(&self) -> Duration {
+        self.begun.elapsed()
     }
 
     /// As if it had begun `age` ago.
