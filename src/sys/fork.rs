@@ -225,6 +225,13 @@ pub(crate) mod testing {
         result
     }
 
+    /// Has the end of a connection end this process when it writes there, as is usual where nothing is done about SIGPIPE. For a forked
+    /// child, as others would not live with that.
+    pub(crate) fn end_at_broken_pipes() {
+        // SAFETY: it installs no handler.
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    }
+
     /// Whether something holds in a forked child, which is ended after a minute.
     pub(crate) fn holds_in_a_child(f: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child does what the C library allows after a fork, and ends without what the test's process does at its end.
