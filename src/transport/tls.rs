@@ -246,6 +246,10 @@ impl Channel for Stream {
         let exported = tls.export_keying_material([0; 32], b"EXPORTER-Channel-Binding", None);
         exported.expect("the handshake is over: a byte of the other side has come")
     }
+
+    fn begins_with_challenge(&self) -> bool {
+        self.tls.is_none()
+    }
 }
 
 impl Read for Stream {

@@ -205,7 +205,7 @@ impl Connection {
                     Ok(true) => {
                         socket::tune_tcp(self.stream.socket(), self.timeout)?;
                         self.stream.set(Interest::Read)?;
-                        self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
+                        self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer).since(since));
                     }
                     Ok(false) if since.elapsed() < self.attempt() => {
                         if !self.turn_back() {
@@ -236,7 +236,7 @@ impl Connection {
                         }
                     }
                     Err(down) => {
-                        let down = opening.classify(down);
+                        let down = opening.classify(down, &*self.stream);
                         self.try_next(down)?;
                     }
                 },
@@ -488,8 +488,8 @@ mod tests {
     use std::net::{Ipv4Addr, TcpListener};
 
     use super::*;
-    use crate::transport::auth::Secret;
-    use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_FULL};
+    use crate::config::Config;
+    use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_CROWDED, HANDSHAKE_TIMEOUT_FULL};
 
     /// A listener that accepts nothing, with connections that fill its queue, so that its host does not answer more.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
@@ -510,11 +510,17 @@ mod tests {
     }
 
     fn connection(targets: &[&TcpListener], timeout: Duration) -> Connection {
+        connection_with("off", targets, timeout)
+    }
+
+    fn connection_with(tls: &str, targets: &[&TcpListener], timeout: Duration) -> Connection {
+        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+        let tls = Tls::new(&config, &Secret::new([5; 32])).unwrap();
         let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
         let target = |listener: &&TcpListener| Target { source: None, address: listener.local_addr().unwrap() };
         let targets = targets.iter().map(target).collect();
         let poller = Poller::new().unwrap();
-        Connection::begin(identity, None, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout), 1).unwrap()
+        Connection::begin(identity, tls, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout), 1).unwrap()
     }
 
     fn age(connection: &mut Connection, age: Duration) {
@@ -523,15 +529,36 @@ mod tests {
 
     #[test]
     fn a_caller_that_was_too_slow_for_the_acceptor_calls_again() {
-        for (age, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
+        for (tls, age, kind) in [
+            ("off", HANDSHAKE_TIMEOUT_CROWDED, Down::Refused),
+            ("off", HANDSHAKE_TIMEOUT_FULL, Down::Busy),
+            ("on", HANDSHAKE_TIMEOUT_CROWDED, Down::Busy),
+        ] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+            let mut connection = connection_with(tls, &[&listener], ATTEMPT_TIMEOUT);
             drop(listener.accept().unwrap());
             let opening = Opening::new(connection.identity.clone(), Rank(1)).aged(age);
             connection.stage = Stage::Proving(opening);
             connection.stream.socket().set_nonblocking(false).unwrap();
-            assert_eq!(connection.drive().unwrap_err().kind, kind, "{age:?}");
+            assert_eq!(connection.drive().unwrap_err().kind, kind, "TLS {tls}, {age:?}");
         }
+    }
+
+    #[test]
+    fn a_caller_that_has_to_make_room_calls_again() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+        let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
+        let (mut theirs, _) = listener.accept().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
+        drop(theirs);
+        let down = loop {
+            if let Err(down) = connection.drive() {
+                break down;
+            }
+        };
+        assert_eq!(down.kind, Down::Busy, "{down}");
     }
 
     #[test]

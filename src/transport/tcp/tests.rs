@@ -1,5 +1,6 @@
 //! A stream through a relay that overhears it.
 
+mod crowded;
 mod reopened;
 mod shared;
 mod tended;
