@@ -454,7 +454,11 @@ impl SendStream for Connection {
     }
 
     fn is_open(&self) -> bool {
-        matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
+        self.was_accepted() && !self.stream.holds_bytes()
+    }
+
+    fn was_accepted(&self) -> bool {
+        matches!(self.stage, Stage::Open)
     }
 
     fn session(&self) -> Option<Secret> {

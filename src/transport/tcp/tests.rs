@@ -103,6 +103,7 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     }
     let plain = tls == "off";
     assert_eq!((send_stream.is_open(), send_stream.flushed()), (plain, Ok(plain)), "TLS keeps what is left");
+    assert!(send_stream.was_accepted());
 
     let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
     while received.len() < payload.len() {
