@@ -2,8 +2,8 @@
 //!
 //! A child inherits every file descriptor, so a connection would stay open in it after the parent's death. Its changes to an
 //! epoll set would change the parent's. In a child, each of the engine's descriptors is therefore replaced by one of
-//! `/dev/null` with the same number, so that its owner can still close it, or closed where the system refuses that. A child does not inherit threads or usable locks:
-//! objects made before a fork recognise by [`Origin`] that they cannot be used.
+//! `/dev/null` with the same number, so that its owner can still close it, or closed where the system refuses that. A child does
+//! not inherit threads or usable locks: objects made before a fork recognise by [`Origin`] that they cannot be used.
 #![allow(unsafe_code, reason = "pthread_atfork, and state that must not be locked after a fork")]
 
 use std::cell::RefCell;
