@@ -106,7 +106,7 @@ impl Opening {
         let is_unspoken = !self.is_challenged() && !stream.begins_with_challenge();
         let patience = if is_unspoken { HANDSHAKE_TIMEOUT_CROWDED } else { HANDSHAKE_TIMEOUT_FULL };
         match down.kind {
-            Down::HungUp if is_cut_short || self.age() >= patience => LinkDown::busy(down.cause),
+            Down::HungUp if is_cut_short || self.begun.elapsed() >= patience => LinkDown::busy(down.cause),
             _ => down,
         }
     }
@@ -121,9 +121,9 @@ impl Opening {
         self.session.is_some()
     }
 
-    /// How long ago it has begun.
-    pub(crate) fn age(&self) -> Duration {
-        self.begun.elapsed()
+    /// When it has begun.
+    pub(crate) fn begun(&self) -> Instant {
+        self.begun
     }
 
     /// As if it had begun `age` ago.

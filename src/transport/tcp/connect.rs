@@ -15,7 +15,7 @@ use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::{Identity, Secret};
-use crate::transport::handshake::{Opening, is_passing};
+use crate::transport::handshake::{HANDSHAKE_TIMEOUT_FULL, Opening, is_passing};
 use crate::transport::tcp::greeting::{GREETING_BYTES, Greeting, JOINED};
 use crate::transport::tcp::paths::Target;
 use crate::transport::tls::{Stream, Tls};
@@ -29,10 +29,10 @@ enum Stage {
     Connecting { since: Instant },
     /// Both sides prove that they know the secret.
     Proving(Opening),
-    /// Of the greeting, so many bytes have been written.
-    Greeting(Greeting, usize),
+    /// Of the greeting, so many bytes have been written. When the connection was begun.
+    Greeting(Greeting, usize, Instant),
     /// The acceptor takes the rail into its stream. Bytes on one that it might not know would be missed at the stream's end.
-    Joining,
+    Joining(Instant),
     /// Bytes flow.
     Open,
 }
@@ -222,7 +222,8 @@ impl Connection {
                     Ok(true) => {
                         self.session = opening.session();
                         self.silent.clear();
-                        self.stage = self.greeting.map_or(Stage::Open, |greeting| Stage::Greeting(greeting, 0));
+                        let greet = |greeting| Stage::Greeting(greeting, 0, opening.begun());
+                        self.stage = self.greeting.map_or(Stage::Open, greet);
                     }
                     Ok(false) if opening.is_challenged() => {
                         // The others would wake for nothing. They are tried again if it is not the peer that speaks here.
@@ -230,7 +231,7 @@ impl Connection {
                         return Ok(false);
                     }
                     Ok(false) => {
-                        let is_late = opening.age() >= ATTEMPT_TIMEOUT;
+                        let is_late = opening.begun().elapsed() >= ATTEMPT_TIMEOUT;
                         if !self.turn_back() && !(is_late && self.try_another()?) {
                             return Ok(false);
                         }
@@ -240,9 +241,9 @@ impl Connection {
                         self.try_next(down)?;
                     }
                 },
-                Stage::Greeting(greeting, written) => match self.stream.write(&greeting.encode()[*written..]) {
+                Stage::Greeting(greeting, written, begun) => match self.stream.write(&greeting.encode()[*written..]) {
                     Ok(count) if *written + count == GREETING_BYTES => {
-                        self.stage = if greeting.rails > 1 { Stage::Joining } else { Stage::Open };
+                        self.stage = if greeting.rails > 1 { Stage::Joining(*begun) } else { Stage::Open };
                         self.stream.set(Interest::Read)?;
                     }
                     Ok(count) => *written += count,
@@ -250,11 +251,12 @@ impl Connection {
                         self.stream.set(Interest::ReadWrite)?;
                         return Ok(false);
                     }
-                    Err(error) => return Err(error.into()),
+                    Err(error) => return Err(unless_slow(error.into(), *begun)),
                 },
-                Stage::Joining => match self.get(&mut [0; JOINED.len()])? {
-                    0 => return Ok(false),
-                    _ => self.stage = Stage::Open,
+                &mut Stage::Joining(begun) => match self.get(&mut [0; JOINED.len()]) {
+                    Ok(0) => return Ok(false),
+                    Ok(_) => self.stage = Stage::Open,
+                    Err(down) => return Err(unless_slow(down, begun)),
                 },
             }
         }
@@ -381,6 +383,14 @@ impl Connection {
     }
 }
 
+/// What the end of a connection that was begun then means while it is not open: the acceptor hangs up on slow callers too.
+fn unless_slow(down: LinkDown, begun: Instant) -> LinkDown {
+    match down.kind {
+        Down::HungUp if begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
+        _ => down,
+    }
+}
+
 /// The result of reading or writing, where nothing moves if nothing can now.
 pub(super) fn passing(outcome: io::Result<usize>) -> Result<usize, LinkDown> {
     match outcome {
@@ -493,7 +503,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_CROWDED, HANDSHAKE_TIMEOUT_FULL};
+    use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_CROWDED};
 
     /// A listener that accepts nothing, with connections that fill its queue, so that its host does not answer more.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
@@ -545,6 +555,22 @@ mod tests {
             connection.stage = Stage::Proving(opening);
             connection.stream.socket().set_nonblocking(false).unwrap();
             assert_eq!(connection.drive().unwrap_err().kind, kind, "TLS {tls}, {age:?}");
+        }
+    }
+
+    #[test]
+    fn a_caller_that_was_too_slow_to_say_what_it_is_calls_again() {
+        let greeting = Greeting { token: [9; 16], rail: 0, rails: 2, generation: 0 };
+        for (age, kind) in [(Duration::ZERO, Down::HungUp), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
+            let begun = Instant::now().checked_sub(age).expect("a clock that is older");
+            for stage in [Stage::Greeting(greeting, 0, begun), Stage::Joining(begun)] {
+                let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+                let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+                drop(listener.accept().unwrap());
+                connection.stage = stage;
+                connection.stream.socket().set_nonblocking(false).unwrap();
+                assert_eq!(connection.drive().unwrap_err().kind, kind, "{age:?}");
+            }
         }
     }
 
