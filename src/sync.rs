@@ -10,6 +10,10 @@ pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Starts a detached thread. A panic on it ends the process: others would wait for ever for what it was to do.
 pub fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    #[cfg(test)]
+    if testing::gets_none() {
+        return Err(rustix::io::Errno::AGAIN.into());
+    }
     let run = || {
         let guard = NoUnwinding;
         run();
@@ -26,6 +30,28 @@ impl Drop for NoUnwinding {
     fn drop(&mut self) {
         log::error!("a panic within the engine, which ends the process");
         std::process::abort();
+    }
+}
+
+/// What tests of processes that get no thread begin with.
+#[cfg(test)]
+pub(crate) mod testing {
+    use std::cell::Cell;
+
+    thread_local! {
+        static GETS_NONE: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// Does something while this thread can start no other.
+    pub(crate) fn without_threads<T>(f: impl FnOnce() -> T) -> T {
+        GETS_NONE.set(true);
+        let result = f();
+        GETS_NONE.set(false);
+        result
+    }
+
+    pub(super) fn gets_none() -> bool {
+        GETS_NONE.get()
     }
 }
 

@@ -640,7 +640,7 @@ impl Endpoints {
         let brings = |peer: &&Peer| peer.inbox.is_some() || peer.is_draining;
         match self.peers.get(peer).filter(brings) {
             None => ACCEPT_TIMEOUT * u32::from(self.transports.iter().any(|each| each.accepting_until().is_some())),
-            Some(peer) if peer.outbox.is_open() && !peer.outbox.is_opening() => DRAIN_TIMEOUT,
+            Some(peer) if peer.outbox.was_accepted() => DRAIN_TIMEOUT,
             Some(_) => ACCEPT_TIMEOUT,
         }
     }

@@ -71,6 +71,8 @@ pub(crate) struct MockWire {
     pub(crate) room: Option<usize>,
     /// Whether rank 0's stream to rank 1 is still being opened.
     pub(crate) is_opening: bool,
+    /// Whether bytes that it has taken wait in rank 0's process.
+    pub(crate) holds: bool,
     /// Whether rank 0 cannot open a stream to anyone.
     pub(crate) refuses: bool,
     /// The CPU that rank 1 waits on, and the one that rank 0 does, as far as they have told.
@@ -295,6 +297,10 @@ impl SendStream for Sending {
     }
 
     fn is_open(&self) -> bool {
+        self.was_accepted() && !lock(&self.0).holds
+    }
+
+    fn was_accepted(&self) -> bool {
         !lock(&self.0).is_opening
     }
 
@@ -448,6 +454,8 @@ mod tests {
         let mut words = Words::new(vec![0]);
         let receive = harness.start(Direction::Receive(Source::Rank(Rank(1))), &mut words, Duration::from_secs(60));
         harness.wire().broken = true;
+        // As TLS does, or rails of which none is left.
+        harness.wire().holds = true;
         // TCP sends again what was lost after 0.2 s, and after twice as long each time that follows.
         for _ in 0..20 {
             harness.settle();

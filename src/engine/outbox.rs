@@ -106,6 +106,11 @@ impl Outbox {
         self.send_stream.as_ref().is_some_and(|send_stream| !send_stream.is_open())
     }
 
+    /// Whether the peer has accepted the stream, which may have ended since.
+    pub(crate) fn was_accepted(&self) -> bool {
+        self.send_stream.as_ref().is_some_and(|send_stream| send_stream.was_accepted())
+    }
+
     /// Whether an operation's message waits here.
     pub(crate) fn holds(&self, op: OpId) -> bool {
         self.queue.iter().any(|outgoing| outgoing.completion.op == op)

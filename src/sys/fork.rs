@@ -2,14 +2,14 @@
 //!
 //! A child inherits every file descriptor, so a connection would stay open in it after the parent's death. Its changes to an
 //! epoll set would change the parent's. In a child, each of the engine's descriptors is therefore replaced by one of
-//! `/dev/null` with the same number, so that its owner can still close it. A child does not inherit threads or usable locks:
-//! objects made before a fork recognise by [`Origin`] that they cannot be used.
+//! `/dev/null` with the same number, so that its owner can still close it, or closed where the system refuses that. A child does
+//! not inherit threads or usable locks: objects made before a fork recognise by [`Origin`] that they cannot be used.
 #![allow(unsafe_code, reason = "pthread_atfork, and state that must not be locked after a fork")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Once;
 
 use rustix::fs::{Mode, OFlags};
@@ -184,14 +184,31 @@ extern "C" fn in_child() {
 }
 
 fn replace(descriptors: &Descriptors) {
-    let Ok(nothing) = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) else { return };
+    let open = || rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok();
+    let mut nothing = open();
     for descriptor in descriptors.0.keys() {
         // SAFETY: it is looked at only for whether it is open and still the same file.
         let fd = unsafe { BorrowedFd::borrow_raw(descriptor.fd) };
-        if rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_ino == descriptor.inode) {
-            // SAFETY: both are open, and the number stays open for its owner.
-            unsafe { libc::dup3(nothing.as_raw_fd(), descriptor.fd, libc::O_CLOEXEC) };
+        if !rustix::fs::fstat(fd).is_ok_and(|stat| stat.st_ino == descriptor.inode) {
+            continue;
         }
+        let put = |nothing: &OwnedFd| {
+            // SAFETY: both are open, and the number stays open for its owner.
+            unsafe { libc::dup3(nothing.as_raw_fd(), descriptor.fd, libc::O_CLOEXEC) }
+        };
+        if nothing.as_ref().is_none_or(|nothing| put(nothing) < 0) {
+            // SAFETY: its owner, an object of the parent, does nothing with the number here but to close it. A copy that stayed open
+            // would hide the parent's end.
+            unsafe { libc::close(descriptor.fd) };
+            // Where this process had no number left, it has that one now.
+            nothing = nothing.or_else(open);
+        }
+    }
+    // Where it has taken the number of one of them, that one's owner closes it.
+    if let Some(nothing) = nothing
+        && descriptors.0.keys().any(|descriptor| descriptor.fd == nothing.as_raw_fd())
+    {
+        let _ = nothing.into_raw_fd();
     }
 }
 
@@ -225,6 +242,13 @@ pub(crate) mod testing {
         result
     }
 
+    /// Has the end of a connection end this process when it writes there, as is usual where nothing is done about SIGPIPE. For a forked
+    /// child, as others would not live with that.
+    pub(crate) fn end_at_broken_pipes() {
+        // SAFETY: it installs no handler.
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    }
+
     /// Whether something holds in a forked child, which is ended after a minute.
     pub(crate) fn holds_in_a_child(f: impl FnOnce() -> bool) -> bool {
         // SAFETY: the child does what the C library allows after a fork, and ends without what the test's process does at its end.
@@ -251,7 +275,9 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
-    use super::testing::beside_a_child;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    use super::testing::{beside_a_child, holds_in_a_child};
     use super::*;
 
     #[test]
@@ -265,9 +291,27 @@ mod tests {
     }
 
     #[test]
+    fn a_child_that_may_open_nothing_keeps_no_connection_open_either() {
+        assert!(holds_in_a_child(|| {
+            let (near, mut far) = UnixStream::pair().expect("a pair of sockets");
+            let private = Private::new(near.as_fd()).expect("an open socket");
+            let numbers = near.as_raw_fd().max(far.as_raw_fd()) as u64 + 1;
+            let limit = Rlimit { current: Some(numbers), ..getrlimit(Resource::Nofile) };
+            setrlimit(Resource::Nofile, limit).expect("a limit below the hard one");
+            let copies: Vec<_> = std::iter::from_fn(|| far.try_clone().ok()).collect();
+            let has_ended = beside_a_child(|| {
+                drop((private, near));
+                far.read(&mut [0]).is_ok_and(|count| count == 0)
+            });
+            drop(copies);
+            has_ended
+        }));
+    }
+
+    #[test]
     fn a_child_knows_that_it_is_one() {
         let origin = Origin::here();
-        assert!(origin.is_here() && testing::holds_in_a_child(|| !origin.is_here()));
+        assert!(origin.is_here() && holds_in_a_child(|| !origin.is_here()));
     }
 
     #[test]

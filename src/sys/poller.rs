@@ -90,12 +90,12 @@ impl Poller {
         Ok(Poller { shared: Arc::new(Shared { epoll, wake, _private: private }) })
     }
 
-    /// Takes a descriptor's owner in, and watches nothing yet.
+    /// Takes a descriptor's owner in, and watches nothing yet. Forked children do not inherit the descriptor from now on.
     pub fn own<S: AsFd>(&self, owner: S) -> Watched<S> {
-        Watched { owner, poller: self.clone(), entry: None }
+        Watched { private: Private::new(owner.as_fd()).ok(), owner, poller: self.clone(), entry: None }
     }
 
-    /// Watches a descriptor until its owner is dropped. Forked children do not inherit it.
+    /// Watches a descriptor until its owner is dropped.
     pub fn watch<S: AsFd>(&self, owner: S, interest: Interest) -> io::Result<Watched<S>> {
         let mut watched = self.own(owner);
         watched.watch(interest)?;
@@ -175,6 +175,8 @@ fn timespec(time: Duration) -> Timespec {
 /// The owner of a file descriptor that a poller watches, or may watch: it does not when this is dropped, which closes it.
 #[derive(Debug)]
 pub struct Watched<S: AsFd> {
+    /// Also where nothing watches it.
+    private: Option<Private>,
     owner: S,
     poller: Poller,
     entry: Option<Entry>,
@@ -186,7 +188,6 @@ struct Entry {
     interest: Interest,
     /// What its events carry.
     data: u64,
-    _private: Private,
 }
 
 impl<S: AsFd> Watched<S> {
@@ -201,10 +202,12 @@ impl<S: AsFd> Watched<S> {
     }
 
     fn add(&mut self, interest: Interest, data: u64) -> io::Result<()> {
-        let private = Private::new(self.owner.as_fd())?;
+        if self.private.is_none() {
+            self.private = Some(Private::new(self.owner.as_fd())?);
+        }
         let event = epoll::EventData::new_u64(data);
         epoll::add(&self.poller.shared.epoll, &self.owner, event, interest.flags())?;
-        self.entry = Some(Entry { interest, data, _private: private });
+        self.entry = Some(Entry { interest, data });
         Ok(())
     }
 
@@ -291,6 +294,8 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
+    use crate::sys::fork::testing::beside_a_child;
+
     #[test]
     fn a_wake_before_the_wait_is_not_lost() {
         let poller = Poller::new().expect("a poller");
@@ -313,6 +318,23 @@ mod tests {
         drop(now);
         assert_eq!(look(), []);
         drop(hour);
+    }
+
+    #[test]
+    fn a_childs_copy_does_not_keep_a_connection_open_that_is_not_watched() {
+        let poller = Poller::new().expect("a poller");
+        for was_watched in [false, true] {
+            let (near, mut far) = UnixStream::pair().expect("a pair");
+            let mut near = poller.own(near);
+            if was_watched {
+                near.watch(Interest::Read).expect("a place in the set");
+                near.leave();
+            }
+            beside_a_child(|| {
+                drop(near);
+                assert_eq!(far.read(&mut [0]).expect("the end of the connection"), 0);
+            });
+        }
     }
 
     #[test]

@@ -148,6 +148,19 @@ pub fn limit_unsent(stream: &TcpStream, bytes: u32) -> io::Result<()> {
     socket2::SockRef::from(stream).set_tcp_notsent_lowat(bytes)
 }
 
+/// Writes to a connection as much as there is room for. That the other side has closed it is an error and nothing else: writev(2), by
+/// which the standard library writes several slices, sends SIGPIPE too, which ends a process unless it is ignored.
+pub fn write(stream: BorrowedFd<'_>, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+    let written = match bytes {
+        [one] => rustix::net::send(stream, one, SendFlags::NOSIGNAL)?,
+        bytes => {
+            let most = &bytes[..bytes.len().min(SLICES_MAX)];
+            rustix::net::sendmsg(stream, most, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?
+        }
+    };
+    Ok(written)
+}
+
 /// Whether the peer has closed a connection on which it sends nothing.
 pub fn has_ended(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let mut byte = [0u8];
@@ -166,7 +179,12 @@ pub fn is_hung_up(fd: BorrowedFd<'_>) -> bool {
 
 /// Whether a connection waits to be accepted.
 pub fn has_caller(listener: BorrowedFd<'_>) -> bool {
-    let mut watched = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+    is_readable(listener)
+}
+
+/// Whether something has come that was not read, or the end.
+pub fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    let mut watched = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     rustix::event::poll(&mut watched, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
@@ -216,6 +234,9 @@ fn peek_fd(stream: &UnixStream) -> io::Result<Option<(OwnedFd, u8)>> {
     }
     Ok(fd.map(|fd| (fd, byte[0])))
 }
+
+/// How many slices Linux takes at a time: `UIO_MAXIOV`.
+const SLICES_MAX: usize = 1024;
 
 /// The longest time that Linux takes for the first probe, and for the next: `MAX_TCP_KEEPIDLE` and `MAX_TCP_KEEPINTVL`.
 const KEEPALIVE_MAX: Duration = Duration::from_secs(32_767);

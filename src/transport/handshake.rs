@@ -15,6 +15,11 @@ pub(crate) trait Channel: Read + Write {
     fn binding(&self) -> Binding {
         [0; 32]
     }
+
+    /// Whether the acceptor's challenge comes before all else, whatever the opener does.
+    fn begins_with_challenge(&self) -> bool {
+        true
+    }
 }
 
 impl Channel for UnixStream {}
@@ -77,20 +82,31 @@ pub(crate) struct Opening {
     exchange: Exchange,
     /// Known once it has answered.
     session: Option<Secret>,
+    is_proved: bool,
     begun: Instant,
 }
 
 impl Opening {
     pub(crate) fn new(identity: Identity, peer: Rank) -> Self {
         let (opener, exchange) = (Opener::new(identity, peer), Exchange::default());
-        Opening { opener, exchange, session: None, begun: Instant::now() }
+        Opening { opener, exchange, session: None, is_proved: false, begun: Instant::now() }
     }
 
-    /// Turns the failure of a handshake that this side was too slow for, as after the process was stopped, into one that is
-    /// tried again: the other side hangs up on slow peers.
-    pub(crate) fn classify(&self, down: LinkDown) -> LinkDown {
+    /// The same, on a connection that was begun then.
+    pub(crate) fn since(mut self, begun: Instant) -> Opening {
+        self.begun = begun;
+        self
+    }
+
+    /// Turns the failure of a handshake that this side was too slow for, as after the process was stopped, or that had to make room
+    /// for others, into one that is tried again: the other side hangs up on slow peers.
+    pub(crate) fn classify(&self, down: LinkDown, stream: &impl Channel) -> LinkDown {
+        let is_cut_short = self.is_challenged() && !self.is_proved;
+        // Who makes room there has heard nothing of the other side.
+        let is_unspoken = !self.is_challenged() && !stream.begins_with_challenge();
+        let patience = if is_unspoken { HANDSHAKE_TIMEOUT_CROWDED } else { HANDSHAKE_TIMEOUT_FULL };
         match down.kind {
-            Down::HungUp if self.begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
+            Down::HungUp if is_cut_short || self.begun.elapsed() >= patience => LinkDown::busy(down.cause),
             _ => down,
         }
     }
@@ -98,6 +114,16 @@ impl Opening {
     /// What only the two ends know, once both have proved themselves.
     pub(crate) fn session(&self) -> Option<Secret> {
         self.session
+    }
+
+    /// Whether the acceptor has spoken.
+    pub(crate) fn is_challenged(&self) -> bool {
+        self.session.is_some()
+    }
+
+    /// When it has begun.
+    pub(crate) fn begun(&self) -> Instant {
+        self.begun
     }
 
     /// As if it had begun `age` ago.
@@ -121,6 +147,7 @@ impl Opening {
         }
         let Some(proof) = self.exchange.next::<PROOF_BYTES>(stream)? else { return Ok(false) };
         self.opener.check(&proof, &stream.binding()).map_err(|error| LinkDown::new(error.to_string()))?;
+        self.is_proved = true;
         Ok(true)
     }
 }
@@ -169,6 +196,9 @@ pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The same while the queue of connections is full.
 pub(crate) const HANDSHAKE_TIMEOUT_FULL: Duration = Duration::from_secs(5);
+
+/// The same for those that have come last, where further ones wait.
+pub(crate) const HANDSHAKE_TIMEOUT_CROWDED: Duration = Duration::from_millis(100);
 
 /// Whether the call may be tried again later.
 pub(crate) fn is_passing(error: &io::Error) -> bool {

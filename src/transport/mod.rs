@@ -175,6 +175,11 @@ pub trait SendStream: Send {
     /// also without bytes.
     fn is_open(&self) -> bool;
 
+    /// Whether the peer has ever accepted the stream, whatever has become of it since.
+    fn was_accepted(&self) -> bool {
+        self.is_open()
+    }
+
     /// What only the two ends of the stream's connection know, once both have proved themselves, where it has one connection.
     fn session(&self) -> Option<Secret> {
         None

@@ -10,7 +10,7 @@ use crate::sys::limits;
 use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::transport::auth::{Identity, Secret};
-use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_FULL};
+use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT, HANDSHAKE_TIMEOUT_CROWDED, HANDSHAKE_TIMEOUT_FULL};
 use crate::transport::shortage;
 use crate::types::Rank;
 
@@ -43,7 +43,10 @@ pub(crate) struct Pending<S: AsFd> {
     /// How many connections each stream has.
     streams: usize,
     poller: Poller,
+    /// The oldest first.
     candidates: Vec<Candidate<S>>,
+    /// There was no room for one that waited when the listener was asked last.
+    is_crowded: bool,
     shortage: Option<Shortage>,
 }
 
@@ -57,7 +60,7 @@ struct Shortage {
 
 impl<S: AsFd> Pending<S> {
     pub(crate) fn new(identity: Identity, poller: Poller) -> Self {
-        Pending { identity, streams: 1, poller, candidates: Vec::new(), shortage: None }
+        Pending { identity, streams: 1, poller, candidates: Vec::new(), is_crowded: false, shortage: None }
     }
 
     /// The same, where each stream has so many connections.
@@ -103,9 +106,14 @@ impl<S: AsFd> Pending<S> {
     /// Accepts connections of `listener`, as far as there is room. `accept` accepts the next one: none if it is refused, or
     /// closed already.
     pub(crate) fn admit(&mut self, listener: BorrowedFd<'_>, mut accept: impl FnMut() -> io::Result<Option<S>>) {
+        self.is_crowded = false;
         // Connections that stay in the queue wake the poller again.
         for _ in 0..ACCEPTED_PER_TURN {
-            if !self.has_room() || self.is_paused() {
+            if !self.has_room() {
+                self.is_crowded = socket::has_caller(listener);
+                return;
+            }
+            if self.is_paused() {
                 return;
             }
             match accept() {
@@ -135,7 +143,9 @@ impl<S: AsFd> Pending<S> {
 
     /// Stops polling the listener while no further connection can be accepted.
     pub(crate) fn watch<L: AsFd>(&self, listener: &mut Watched<L>) {
-        let interest = if self.has_room() && self.shortage.is_none() { Interest::Read } else { Interest::Nothing };
+        // Also without room, the first that waits is to be known.
+        let is_wanted = (self.has_room() || !self.is_crowded) && self.shortage.is_none();
+        let interest = if is_wanted { Interest::Read } else { Interest::Nothing };
         if let Err(error) = listener.set(interest) {
             log::error!("rank {}: watching a listener failed: {error}", self.identity.me);
         }
@@ -143,15 +153,17 @@ impl<S: AsFd> Pending<S> {
 
     /// When the next handshake must be over, or connections may be accepted again; none if no connection is known to wait.
     pub(crate) fn due(&self) -> Option<Instant> {
-        let watched = self.candidates.iter().filter(|candidate| candidate.stream.is_watched());
-        let oldest = watched.map(|candidate| candidate.since).min();
+        let (patience, candidates) = (self.patience(), self.candidates.iter().enumerate());
+        let watched = candidates.filter(|(_, candidate)| candidate.stream.is_watched());
+        let ends = watched.map(|(place, candidate)| candidate.since + patience.with(place, candidate.rank));
         let shortage = self.shortage.as_ref().filter(|_| self.has_room() || self.has_unwatched());
-        let retry_at = shortage.map(|shortage| shortage.retry_at);
-        oldest.map(|oldest| oldest + self.handshake_timeout()).into_iter().chain(retry_at).min()
+        ends.chain(shortage.map(|shortage| shortage.retry_at)).min()
     }
 
-    fn handshake_timeout(&self) -> Duration {
-        if self.has_room() { HANDSHAKE_TIMEOUT } else { HANDSHAKE_TIMEOUT_FULL }
+    fn patience(&self) -> Patience {
+        let oldest = if self.has_room() { HANDSHAKE_TIMEOUT } else { HANDSHAKE_TIMEOUT_FULL };
+        let is_short = self.is_crowded && !self.has_room();
+        Patience { oldest, others: if is_short { HANDSHAKE_TIMEOUT_CROWDED } else { oldest } }
     }
 
     /// Begins the handshake on a connection.
@@ -173,7 +185,7 @@ impl<S: AsFd> Pending<S> {
         &mut self,
         mut drive: impl FnMut(&mut Candidate<S>) -> Result<Option<T>, LinkDown>,
     ) -> Vec<Proved<S, T>> {
-        let (me, timeout, is_paused) = (self.identity.me, self.handshake_timeout(), self.is_paused());
+        let (me, patience, is_paused) = (self.identity.me, self.patience(), self.is_paused());
         let (mut finished, mut refusal) = (Vec::new(), None);
         for mut candidate in std::mem::take(&mut self.candidates) {
             if !candidate.stream.is_watched() {
@@ -190,15 +202,18 @@ impl<S: AsFd> Pending<S> {
                 // The rest depends on this side alone, which may not have made progress for a while.
                 candidate.since = Instant::now();
             }
+            let limit = patience.with(self.candidates.len(), candidate.rank);
             match driven {
                 Ok(Some(received)) => match candidate.prove(received) {
                     Ok(proved) => finished.push(proved),
                     Err(error) => log::warn!("rank {me}: a connection was dropped: it cannot be watched: {error}"),
                 },
-                Ok(None) if candidate.since.elapsed() < timeout => self.candidates.push(candidate),
-                Ok(None) => {
-                    log::warn!("rank {me}: a connection was dropped: it did not prove itself within {timeout:?}")
+                Ok(None) if candidate.since.elapsed() < limit => self.candidates.push(candidate),
+                // There may be thousands. A rank calls again.
+                Ok(None) if limit == HANDSHAKE_TIMEOUT_CROWDED => {
+                    log::debug!("rank {me}: a connection was dropped, since others wait: it had not proved itself yet")
                 }
+                Ok(None) => log::warn!("rank {me}: a connection was dropped: it did not prove itself within {limit:?}"),
                 // What has left is nothing to wait for, although it still shows what it sent before.
                 Err(down) if down.kind == Down::Lacking && !socket::is_hung_up(candidate.stream.as_fd()) => {
                     refusal = Some(down.cause);
@@ -236,8 +251,26 @@ impl<S: AsFd> Candidate<S> {
     }
 }
 
+/// How long connections may take to prove themselves. Where others wait, those that have come last are given up soon, so that callers
+/// that say nothing do not hold up ranks. The oldest are not, so that of many ranks that are all slow to answer some always get through.
+#[derive(Clone, Copy)]
+struct Patience {
+    oldest: Duration,
+    others: Duration,
+}
+
+impl Patience {
+    /// With the candidate at this place, which may be known as a rank.
+    fn with(self, place: usize, rank: Option<Rank>) -> Duration {
+        if place < OLDEST || rank.is_some() { self.oldest } else { self.others }
+    }
+}
+
 /// How many connections may be in their handshake: each takes a file descriptor, of which processes often have 1024.
 const CANDIDATES_MAX: usize = 128;
+
+/// How many of them are not given up for those that wait.
+const OLDEST: usize = CANDIDATES_MAX / 2;
 
 /// How long to stop accepting after the system refused a resource.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -298,5 +331,29 @@ mod tests {
         assert!(!pending.has_room() && pending.due().is_some_and(|due| due <= Instant::now()));
         assert_eq!(drive(&mut pending), CANDIDATES_MAX - 1);
         assert!(pending.has_room());
+    }
+
+    #[test]
+    fn who_has_come_last_makes_room_for_those_that_wait_and_the_oldest_stay() {
+        let identity = Identity { comm: [0; 16], me: Rank(0), size: 2, secret: Secret::new([0; 32]) };
+        let mut pending = Pending::new(identity, Poller::new().expect("a poller"));
+        let name = format!("ncclx_rs-pending-{}", std::process::id());
+        let listener = socket::listen_unix(name.as_bytes()).expect("a name of its own");
+        let admit = |pending: &mut Pending<UnixStream>| {
+            let accept =
+                || socket::admit(listener.accept(), |(stream, _)| stream.set_nonblocking(true).map(|()| stream));
+            pending.admit(listener.as_fd(), accept);
+        };
+        let _crowd: Vec<_> = (0..CANDIDATES_MAX).map(|_| aged(&mut pending, HANDSHAKE_TIMEOUT_CROWDED)).collect();
+        pending.candidates.last_mut().expect("the last").rank = Some(Rank(1));
+        admit(&mut pending);
+        assert!(pending.due().is_some_and(|due| due > Instant::now()));
+        assert_eq!(drive(&mut pending), CANDIDATES_MAX, "nobody waits");
+        let _caller = socket::connect_unix(name.as_bytes()).expect("it listens");
+        admit(&mut pending);
+        assert!(pending.due().is_some_and(|due| due <= Instant::now()));
+        assert_eq!(drive(&mut pending), OLDEST + 1, "one of the others is a rank");
+        admit(&mut pending);
+        assert_eq!(drive(&mut pending), OLDEST + 2);
     }
 }

@@ -246,6 +246,10 @@ impl Channel for Stream {
         let exported = tls.export_keying_material([0; 32], b"EXPORTER-Channel-Binding", None);
         exported.expect("the handshake is over: a byte of the other side has come")
     }
+
+    fn begins_with_challenge(&self) -> bool {
+        self.tls.is_none()
+    }
 }
 
 impl Read for Stream {
@@ -253,7 +257,7 @@ impl Read for Stream {
         let Some(tls) = &mut self.tls else { return self.socket.read(into) };
         loop {
             // If this fails, a read reports why, after the bytes that came before.
-            let _ = push(tls, &mut self.socket);
+            let _ = push(tls, &self.socket);
             match tls.reader().read(into) {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 // Frames carry their lengths and ranks say goodbye, so a truncated connection is noticed anyway.
@@ -263,7 +267,7 @@ impl Read for Stream {
             tls.read_tls(&mut self.socket)?;
             if let Err(error) = tls.process_new_packets() {
                 // Sends the alert to the other side, if the socket takes it.
-                let _ = push(tls, &mut self.socket);
+                let _ = push(tls, &self.socket);
                 return Err(io::Error::new(ErrorKind::InvalidData, words(&error)));
             }
         }
@@ -284,28 +288,45 @@ impl Write for Stream {
     }
 
     fn write_vectored(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
-        let Some(tls) = &mut self.tls else { return self.socket.write_vectored(bytes) };
-        push(tls, &mut self.socket)?;
+        let Some(tls) = &mut self.tls else { return socket::write(self.socket.as_fd(), bytes) };
+        push(tls, &self.socket)?;
         if tls.wants_write() {
             return Err(ErrorKind::WouldBlock.into());
         }
         let count = tls.writer().write_vectored(bytes)?;
-        push(tls, &mut self.socket)?;
+        push(tls, &self.socket)?;
         Ok(count)
     }
 
     fn flush(&mut self) -> io::Result<()> {
         if let Some(tls) = &mut self.tls {
-            push(tls, &mut self.socket)?;
+            push(tls, &self.socket)?;
         }
         if self.holds_bytes() { Err(ErrorKind::WouldBlock.into()) } else { Ok(()) }
     }
 }
 
+/// A socket that is written to by [`socket::write`].
+struct Written<'a>(&'a TcpStream);
+
+impl Write for Written<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, bytes: &[IoSlice<'_>]) -> io::Result<usize> {
+        socket::write(self.0.as_fd(), bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Writes TLS's bytes, as far as the socket takes them.
-fn push(tls: &mut Connection, socket: &mut TcpStream) -> io::Result<()> {
+fn push(tls: &mut Connection, socket: &TcpStream) -> io::Result<()> {
     while tls.wants_write() {
-        match tls.write_tls(socket) {
+        match tls.write_tls(&mut Written(socket)) {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => break,

@@ -47,7 +47,7 @@ impl RingHandover {
     /// Advances without blocking. True: the peer has the ring. The error says that shared memory does not lead to the peer, or
     /// that this process was too slow for it.
     pub(super) fn drive(&mut self, stream: &mut UnixStream) -> Result<bool, LinkDown> {
-        self.next_stages(stream).map_err(|down| match self.opening.classify(down) {
+        self.next_stages(stream).map_err(|down| match self.opening.classify(down, &*stream) {
             slow if slow.kind == Down::Busy => slow,
             down => LinkDown::unfit(format!("shared memory with it fails: {down}")),
         })

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -14,7 +15,7 @@ use crate::sys::poller::{Interest, Poller, StreamName, Watched};
 use crate::sys::socket::{self, PeerTimeout};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::auth::{Identity, Secret};
-use crate::transport::handshake::{Opening, is_passing};
+use crate::transport::handshake::{HANDSHAKE_TIMEOUT_FULL, Opening, is_passing};
 use crate::transport::tcp::greeting::{GREETING_BYTES, Greeting, JOINED};
 use crate::transport::tcp::paths::Target;
 use crate::transport::tls::{Stream, Tls};
@@ -28,12 +29,26 @@ enum Stage {
     Connecting { since: Instant },
     /// Both sides prove that they know the secret.
     Proving(Opening),
-    /// Of the greeting, so many bytes have been written.
-    Greeting(Greeting, usize),
+    /// Of the greeting, so many bytes have been written. When the connection was begun.
+    Greeting(Greeting, usize, Instant),
     /// The acceptor takes the rail into its stream. Bytes on one that it might not know would be missed at the stream's end.
-    Joining,
+    Joining(Instant),
     /// Bytes flow.
     Open,
+}
+
+impl Stage {
+    fn connecting() -> Stage {
+        Stage::Connecting { since: Instant::now() }
+    }
+}
+
+/// A connection on which nothing has come. Somebody else may listen there, or the peer, which does not accept it yet.
+#[derive(Debug)]
+struct Silent {
+    target: Target,
+    stream: Watched<Stream>,
+    opening: Opening,
 }
 
 /// A connection to a peer, which tries the peer's addresses one after the other.
@@ -45,8 +60,10 @@ pub(in crate::transport) struct Connection {
     poller: Poller,
     /// Addresses not tried yet.
     targets: VecDeque<Target>,
+    /// What was left for the next address, and is gone back to once it is no longer silent.
+    silent: Vec<Silent>,
     failures: Failures,
-    current: SocketAddr,
+    current: Target,
     greeting: Option<Greeting>,
     stream: Watched<Stream>,
     stage: Stage,
@@ -108,6 +125,26 @@ struct Failures {
     texts: Vec<String>,
     /// At one of them nobody takes connections, or somebody has stopped to.
     is_refused: bool,
+    /// One of them may take another connection.
+    is_busy: bool,
+}
+
+impl Failures {
+    fn add(&mut self, address: SocketAddr, down: &LinkDown) {
+        self.texts.push(format!("{address}: {}", down.cause));
+        self.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
+        self.is_busy |= down.kind == Down::Busy;
+    }
+
+    /// What they mean where no address is left.
+    fn down(&self) -> LinkDown {
+        let cause = format!("it cannot be reached at {}", self.texts.join(", "));
+        match self {
+            Failures { is_busy: true, .. } => LinkDown::busy(cause),
+            Failures { is_refused: true, .. } => LinkDown::refused(cause),
+            _ => LinkDown::new(cause),
+        }
+    }
 }
 
 impl Connection {
@@ -123,9 +160,10 @@ impl Connection {
     ) -> Result<Self, LinkDown> {
         let mut failures = Failures::default();
         let needs = (identity.size, streams);
-        let (current, stream) = next_attempt(&mut targets, &mut failures, poller, peer, needs, tls.as_ref())?;
-        let poller = poller.clone();
-        let (stage, holding) = (Stage::Connecting { since: Instant::now() }, Holding::default());
+        let first = next_attempt(&mut targets, &mut failures, poller, peer, needs, tls.as_ref())?;
+        let Some((current, stream)) = first else { return Err(failures.down()) };
+        let (poller, silent) = (poller.clone(), Vec::new());
+        let (stage, holding) = (Stage::connecting(), Holding::default());
         let (greeting, session) = (None, None);
         Ok(Connection {
             identity,
@@ -133,6 +171,7 @@ impl Connection {
             peer,
             poller,
             targets,
+            silent,
             failures,
             current,
             greeting,
@@ -162,13 +201,17 @@ impl Connection {
         loop {
             match &mut self.stage {
                 Stage::Open => return Ok(true),
-                Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
+                &mut Stage::Connecting { since } => match socket::is_connected(self.stream.socket()) {
                     Ok(true) => {
                         socket::tune_tcp(self.stream.socket(), self.timeout)?;
                         self.stream.set(Interest::Read)?;
-                        self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer));
+                        self.stage = Stage::Proving(Opening::new(self.identity.clone(), self.peer).since(since));
                     }
-                    Ok(false) if since.elapsed() < attempt(self.targets.is_empty(), self.timeout) => return Ok(false),
+                    Ok(false) if since.elapsed() < self.attempt() => {
+                        if !self.turn_back() {
+                            return Ok(false);
+                        }
+                    }
                     Ok(false) => self.try_next(LinkDown::new("no answer"))?,
                     Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                         self.try_next(LinkDown::refused(error.to_string()))?;
@@ -178,17 +221,29 @@ impl Connection {
                 Stage::Proving(opening) => match opening.drive(&mut *self.stream) {
                     Ok(true) => {
                         self.session = opening.session();
-                        self.stage = self.greeting.map_or(Stage::Open, |greeting| Stage::Greeting(greeting, 0));
+                        self.silent.clear();
+                        let greet = |greeting| Stage::Greeting(greeting, 0, opening.begun());
+                        self.stage = self.greeting.map_or(Stage::Open, greet);
                     }
-                    Ok(false) => return Ok(false),
-                    Err(down) => match opening.classify(down) {
-                        slow if slow.kind == Down::Busy => return Err(slow),
-                        down => self.try_next(down)?,
-                    },
+                    Ok(false) if opening.is_challenged() => {
+                        // The others would wake for nothing. They are tried again if it is not the peer that speaks here.
+                        self.targets.extend(self.silent.drain(..).map(|silent| silent.target));
+                        return Ok(false);
+                    }
+                    Ok(false) => {
+                        let is_late = opening.begun().elapsed() >= ATTEMPT_TIMEOUT;
+                        if !self.turn_back() && !(is_late && self.try_another()?) {
+                            return Ok(false);
+                        }
+                    }
+                    Err(down) => {
+                        let down = opening.classify(down, &*self.stream);
+                        self.try_next(down)?;
+                    }
                 },
-                Stage::Greeting(greeting, written) => match self.stream.write(&greeting.encode()[*written..]) {
+                Stage::Greeting(greeting, written, begun) => match self.stream.write(&greeting.encode()[*written..]) {
                     Ok(count) if *written + count == GREETING_BYTES => {
-                        self.stage = if greeting.rails > 1 { Stage::Joining } else { Stage::Open };
+                        self.stage = if greeting.rails > 1 { Stage::Joining(*begun) } else { Stage::Open };
                         self.stream.set(Interest::Read)?;
                     }
                     Ok(count) => *written += count,
@@ -196,11 +251,12 @@ impl Connection {
                         self.stream.set(Interest::ReadWrite)?;
                         return Ok(false);
                     }
-                    Err(error) => return Err(error.into()),
+                    Err(error) => return Err(unless_slow(error.into(), *begun)),
                 },
-                Stage::Joining => match self.get(&mut [0; JOINED.len()])? {
-                    0 => return Ok(false),
-                    _ => self.stage = Stage::Open,
+                &mut Stage::Joining(begun) => match self.get(&mut [0; JOINED.len()]) {
+                    Ok(0) => return Ok(false),
+                    Ok(_) => self.stage = Stage::Open,
+                    Err(down) => return Err(unless_slow(down, begun)),
                 },
             }
         }
@@ -270,14 +326,68 @@ impl Connection {
         }
     }
 
+    /// How long this address may leave a call unanswered: the last for as long as a connection may be silent.
+    fn attempt(&self) -> Duration {
+        let (PeerTimeout::WhileIdle(limit) | PeerTimeout::Always(limit)) = self.timeout;
+        let is_last = self.targets.is_empty() && self.silent.is_empty() && !self.failures.is_busy;
+        if is_last { limit.max(ATTEMPT_TIMEOUT) } else { ATTEMPT_TIMEOUT }
+    }
+
+    /// Goes on with another address, as this one does not lead there.
     fn try_next(&mut self, down: LinkDown) -> Result<(), LinkDown> {
-        self.failures.texts.push(format!("{}: {}", self.current, down.cause));
-        self.failures.is_refused |= matches!(down.kind, Down::Refused | Down::HungUp);
-        let needs = (self.identity.size, self.streams);
-        let (targets, failures, tls) = (&mut self.targets, &mut self.failures, self.tls.as_ref());
-        (self.current, self.stream) = next_attempt(targets, failures, &self.poller, self.peer, needs, tls)?;
-        self.stage = Stage::Connecting { since: Instant::now() };
+        self.failures.add(self.current.address, &down);
+        if let Some((target, stream)) = self.next_attempt()? {
+            (self.current, self.stream, self.stage) = (target, stream, Stage::connecting());
+        } else if let Some(Silent { target, stream, opening }) = self.silent.pop() {
+            (self.current, self.stream, self.stage) = (target, stream, Stage::Proving(opening));
+        } else {
+            return Err(self.failures.down());
+        }
         Ok(())
+    }
+
+    /// Tries the next address beside this one, which is silent. False: there is none now.
+    fn try_another(&mut self) -> Result<bool, LinkDown> {
+        match self.next_attempt() {
+            Ok(Some((target, stream))) => self.go_on_with(target, stream, Stage::connecting()),
+            Ok(None) => return Ok(false),
+            // It is tried once this process has what that takes.
+            Err(down) if down.kind == Down::Lacking => return Ok(false),
+            Err(down) => return Err(down),
+        }
+        Ok(true)
+    }
+
+    /// Goes back to a connection that is no longer silent. False: there is none.
+    fn turn_back(&mut self) -> bool {
+        let speaks = |silent: &Silent| socket::is_readable(silent.stream.as_fd());
+        let Some(place) = self.silent.iter().position(speaks) else { return false };
+        let Silent { target, stream, opening } = self.silent.remove(place);
+        self.go_on_with(target, stream, Stage::Proving(opening));
+        true
+    }
+
+    /// Goes on with this connection instead of the one that there is, which is kept if it is silent.
+    fn go_on_with(&mut self, target: Target, stream: Watched<Stream>, stage: Stage) {
+        let target = std::mem::replace(&mut self.current, target);
+        let stream = std::mem::replace(&mut self.stream, stream);
+        match std::mem::replace(&mut self.stage, stage) {
+            Stage::Proving(opening) => self.silent.push(Silent { target, stream, opening }),
+            _ => self.targets.push_front(target),
+        }
+    }
+
+    fn next_attempt(&mut self) -> Result<Option<(Target, Watched<Stream>)>, LinkDown> {
+        let needs = (self.identity.size, self.streams);
+        next_attempt(&mut self.targets, &mut self.failures, &self.poller, self.peer, needs, self.tls.as_ref())
+    }
+}
+
+/// What the end of a connection that was begun then means while it is not open: the acceptor hangs up on slow callers too.
+fn unless_slow(down: LinkDown, begun: Instant) -> LinkDown {
+    match down.kind {
+        Down::HungUp if begun.elapsed() >= HANDSHAKE_TIMEOUT_FULL => LinkDown::busy(down.cause),
+        _ => down,
     }
 }
 
@@ -290,6 +400,7 @@ pub(super) fn passing(outcome: io::Result<usize>) -> Result<usize, LinkDown> {
     }
 }
 
+/// Begins with the next address that the system accepts. None: there is no other.
 fn next_attempt(
     targets: &mut VecDeque<Target>,
     failures: &mut Failures,
@@ -297,19 +408,21 @@ fn next_attempt(
     peer: Rank,
     (size, streams): (usize, usize),
     tls: Option<&Tls>,
-) -> Result<(SocketAddr, Watched<Stream>), LinkDown> {
-    while let Some(Target { source, address: target }) = targets.pop_front() {
-        match socket::begin_tcp(target, source) {
-            Ok(socket) => {
-                let stream = poller.watch_named(Stream::open(socket, tls), Interest::Write, StreamName::To(peer));
-                return Ok((target, stream.map_err(|error| shortage::while_opening(error, size, streams))?));
-            }
+) -> Result<Option<(Target, Watched<Stream>)>, LinkDown> {
+    while let Some(target) = targets.front().copied() {
+        let watch = |socket| poller.watch_named(Stream::open(socket, tls), Interest::Write, StreamName::To(peer));
+        match socket::begin_tcp(target.address, target.source).and_then(watch) {
             Err(error) if limits::is_shortage(&error) => return Err(shortage::while_opening(error, size, streams)),
-            Err(error) => failures.texts.push(format!("{target}: {error}")),
+            begun => {
+                targets.pop_front();
+                match begun {
+                    Ok(stream) => return Ok(Some((target, stream))),
+                    Err(error) => failures.texts.push(format!("{}: {error}", target.address)),
+                }
+            }
         }
     }
-    let cause = format!("it cannot be reached at {}", failures.texts.join(", "));
-    Err(if failures.is_refused { LinkDown::refused(cause) } else { LinkDown::new(cause) })
+    Ok(None)
 }
 
 impl SendStream for Connection {
@@ -351,7 +464,11 @@ impl SendStream for Connection {
     }
 
     fn is_open(&self) -> bool {
-        matches!(self.stage, Stage::Open) && !self.stream.holds_bytes()
+        self.was_accepted() && !self.stream.holds_bytes()
+    }
+
+    fn was_accepted(&self) -> bool {
+        matches!(self.stage, Stage::Open)
     }
 
     fn session(&self) -> Option<Secret> {
@@ -377,12 +494,6 @@ impl SendStream for Connection {
     }
 }
 
-/// How long an address is tried: the last for as long as a connection may be silent.
-fn attempt(is_last: bool, timeout: PeerTimeout) -> Duration {
-    let (PeerTimeout::WhileIdle(limit) | PeerTimeout::Always(limit)) = timeout;
-    if is_last { limit.max(ATTEMPT_TIMEOUT) } else { ATTEMPT_TIMEOUT }
-}
-
 /// How long one address is tried while there are others.
 pub(super) const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -391,8 +502,8 @@ mod tests {
     use std::net::{Ipv4Addr, TcpListener};
 
     use super::*;
-    use crate::transport::auth::Secret;
-    use crate::transport::handshake::HANDSHAKE_TIMEOUT_FULL;
+    use crate::config::Config;
+    use crate::transport::handshake::{Accepting, HANDSHAKE_TIMEOUT_CROWDED};
 
     /// A listener that accepts nothing, with connections that fill its queue, so that its host does not answer more.
     fn silent() -> (TcpListener, Vec<TcpStream>) {
@@ -413,11 +524,17 @@ mod tests {
     }
 
     fn connection(targets: &[&TcpListener], timeout: Duration) -> Connection {
+        connection_with("off", targets, timeout)
+    }
+
+    fn connection_with(tls: &str, targets: &[&TcpListener], timeout: Duration) -> Connection {
+        let config = Config::resolve_with(&|_| None, &[("tls".to_owned(), tls.to_owned())]).unwrap();
+        let tls = Tls::new(&config, &Secret::new([5; 32])).unwrap();
         let identity = Identity { comm: [1; 16], me: Rank(0), size: 2, secret: Secret::new([5; 32]) };
         let target = |listener: &&TcpListener| Target { source: None, address: listener.local_addr().unwrap() };
         let targets = targets.iter().map(target).collect();
         let poller = Poller::new().unwrap();
-        Connection::begin(identity, None, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout), 1).unwrap()
+        Connection::begin(identity, tls, Rank(1), targets, &poller, PeerTimeout::WhileIdle(timeout), 1).unwrap()
     }
 
     fn age(connection: &mut Connection, age: Duration) {
@@ -426,15 +543,52 @@ mod tests {
 
     #[test]
     fn a_caller_that_was_too_slow_for_the_acceptor_calls_again() {
-        for (age, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
+        for (tls, age, kind) in [
+            ("off", HANDSHAKE_TIMEOUT_CROWDED, Down::Refused),
+            ("off", HANDSHAKE_TIMEOUT_FULL, Down::Busy),
+            ("on", HANDSHAKE_TIMEOUT_CROWDED, Down::Busy),
+        ] {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+            let mut connection = connection_with(tls, &[&listener], ATTEMPT_TIMEOUT);
             drop(listener.accept().unwrap());
             let opening = Opening::new(connection.identity.clone(), Rank(1)).aged(age);
             connection.stage = Stage::Proving(opening);
             connection.stream.socket().set_nonblocking(false).unwrap();
-            assert_eq!(connection.drive().unwrap_err().kind, kind, "{age:?}");
+            assert_eq!(connection.drive().unwrap_err().kind, kind, "TLS {tls}, {age:?}");
         }
+    }
+
+    #[test]
+    fn a_caller_that_was_too_slow_to_say_what_it_is_calls_again() {
+        let greeting = Greeting { token: [9; 16], rail: 0, rails: 2, generation: 0 };
+        for (age, kind) in [(Duration::ZERO, Down::HungUp), (HANDSHAKE_TIMEOUT_FULL, Down::Busy)] {
+            let begun = Instant::now().checked_sub(age).expect("a clock that is older");
+            for stage in [Stage::Greeting(greeting, 0, begun), Stage::Joining(begun)] {
+                let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+                let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+                drop(listener.accept().unwrap());
+                connection.stage = stage;
+                connection.stream.socket().set_nonblocking(false).unwrap();
+                assert_eq!(connection.drive().unwrap_err().kind, kind, "{age:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_caller_that_has_to_make_room_calls_again() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+        let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
+        let (mut theirs, _) = listener.accept().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
+        drop(theirs);
+        let down = loop {
+            if let Err(down) = connection.drive() {
+                break down;
+            }
+        };
+        assert_eq!(down.kind, Down::Busy, "{down}");
     }
 
     #[test]
@@ -443,13 +597,62 @@ mod tests {
         let (second, _others) = silent();
         let mut connection = connection(&[&first, &second], ATTEMPT_TIMEOUT * 3);
         assert_eq!(connection.drive(), Ok(false));
-        assert_eq!(connection.current, first.local_addr().unwrap());
+        assert_eq!(connection.current.address, first.local_addr().unwrap());
         for _ in 0..2 {
             age(&mut connection, ATTEMPT_TIMEOUT);
             assert_eq!(connection.drive(), Ok(false));
-            assert_eq!(connection.current, second.local_addr().unwrap(), "there is no other");
+            assert_eq!(connection.current.address, second.local_addr().unwrap(), "there is no other");
         }
         age(&mut connection, ATTEMPT_TIMEOUT * 3);
         assert!(connection.drive().unwrap_err().cause.contains("no answer"));
+    }
+
+    /// As if the connection had been made so long ago, and nothing had come since.
+    fn hush(connection: &mut Connection, age: Duration) {
+        connection.stage = Stage::Proving(Opening::new(connection.identity.clone(), Rank(1)).aged(age));
+    }
+
+    #[test]
+    fn an_address_that_says_nothing_is_left_for_the_next_and_gone_back_to_once_it_speaks() {
+        for speaks in 0..2 {
+            let listeners = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+            let addresses = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+            let mut connection = connection(&listeners.each_ref(), ATTEMPT_TIMEOUT);
+            let mut theirs = Vec::new();
+            for (listener, next) in listeners.iter().zip([addresses[1]; 2]) {
+                theirs.push(listener.accept().unwrap().0);
+                assert_eq!(connection.drive(), Ok(false));
+                hush(&mut connection, ATTEMPT_TIMEOUT);
+                assert_eq!(connection.drive(), Ok(false));
+                assert_eq!(connection.current.address, next, "there is no third");
+            }
+            let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
+            theirs[speaks].set_nonblocking(true).unwrap();
+            while !connection.drive().unwrap() {
+                accepting.drive(&mut theirs[speaks]).unwrap();
+            }
+            assert_eq!(connection.current.address, addresses[speaks]);
+            assert_eq!(theirs[1 - speaks].read(&mut [0]).unwrap(), 0, "the other is hung up on");
+        }
+    }
+
+    #[test]
+    fn who_hangs_up_after_a_long_silence_keeps_nobody_from_the_others() {
+        let [first, second] = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let mut connection = connection(&[&first, &second], ATTEMPT_TIMEOUT);
+        let theirs = first.accept().unwrap().0;
+        assert_eq!(connection.drive(), Ok(false));
+        hush(&mut connection, HANDSHAKE_TIMEOUT_FULL);
+        drop(theirs);
+        while connection.current.address != second.local_addr().unwrap() {
+            assert_eq!(connection.drive(), Ok(false));
+        }
+        drop(second.accept().unwrap());
+        let down = loop {
+            if let Err(down) = connection.drive() {
+                break down;
+            }
+        };
+        assert_eq!(down.kind, Down::Busy, "the first may be the peer, for which this side was too slow");
     }
 }

@@ -47,7 +47,7 @@ use crate::transport::tcp::reopening::Opener;
 use crate::transport::tcp::tender::Tender;
 use crate::transport::tcp::trunks::{Opening, Sharer, Trunks};
 use crate::transport::tls::Tls;
-use crate::transport::{Accepted, Detour, SendStream, Transport, shortage};
+use crate::transport::{Accepted, Detour, SendStream, Transport};
 use crate::types::Rank;
 
 #[cfg(any(test, fuzzing))]
@@ -289,11 +289,12 @@ impl Transport for TcpTransport {
         if rails == 1 {
             return Ok(Box::new(opener.begin(0)?.counted_in(&self.held)));
         }
+        let lacking = |error| LinkDown::lacking(format!("this process gets no thread for its connections: {error}"));
+        let tender = self.tender().map_err(lacking)?;
         let mut send_rails = SendRails::new(opener, &self.held);
         for rail in 0..rails {
             send_rails.begin(rail)?;
         }
-        let tender = self.tender().map_err(|error| shortage::while_opening(error, self.identity.size, rails))?;
         Ok(Box::new(RailSendStream::new(send_rails, &tender)))
     }
 

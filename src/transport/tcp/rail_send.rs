@@ -60,6 +60,8 @@ pub(super) struct SendRails {
     opening: Vec<(usize, Connection)>,
     reopening: Reopening,
     sender: Sender<Rail>,
+    /// The peer has taken one of them into its stream.
+    has_joined: bool,
     failures: Failures,
     /// Why the last rail that does not work does not.
     last: Option<LinkDown>,
@@ -81,6 +83,7 @@ impl SendRails {
         SendRails {
             opening: Vec::new(),
             sender: Sender::new(rails),
+            has_joined: false,
             failures: Failures::new(me, name, rails, poller),
             last: None,
             carried: None,
@@ -124,6 +127,7 @@ impl SendRails {
         log::debug!("rank {}: rail {} to rank {}: {way}", opener.identity.me, number + 1, opener.peer);
         self.reopening.works(number, target(connection.socket()), Instant::now());
         self.sender.add(number, Rail { connection, way: way.clone() });
+        self.has_joined = true;
         Ok(way)
     }
 
@@ -337,6 +341,10 @@ impl SendStream for RailSendStream {
     fn is_open(&self) -> bool {
         let rails = lock(&self.rails);
         rails.opening.is_empty() && rails.sender.working() > 0 && !rails.holding.holds()
+    }
+
+    fn was_accepted(&self) -> bool {
+        lock(&self.rails).has_joined
     }
 
     fn tcp_stats(&self) -> Option<TcpStats> {

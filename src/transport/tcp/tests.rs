@@ -1,5 +1,6 @@
 //! A stream through a relay that overhears it.
 
+mod crowded;
 mod reopened;
 mod shared;
 mod tended;
@@ -17,6 +18,8 @@ use super::rail_send::{RailSendStream, SendRails};
 use super::reopening::Opener;
 use super::{Address, Entry, TcpTransport};
 use crate::config::Config;
+use crate::error::Down;
+use crate::sync::testing::without_threads;
 use crate::sys::net::Interface;
 use crate::sys::poller::{Poller, StreamName};
 use crate::sys::socket::PeerTimeout;
@@ -100,6 +103,7 @@ fn overhear(tls: &str, payload: &[u8]) -> Vec<u8> {
     }
     let plain = tls == "off";
     assert_eq!((send_stream.is_open(), send_stream.flushed()), (plain, Ok(plain)), "TLS keeps what is left");
+    assert!(send_stream.was_accepted());
 
     let (mut received, mut piece) = (Vec::new(), vec![0; 100_000]);
     while received.len() < payload.len() {
@@ -304,6 +308,15 @@ fn of_two_ranks_with_different_numbers_of_connections_the_smaller_counts() {
         while names(&receiver.poller).len() < rails {}
         assert_eq!(names(&receiver.poller), vec![StreamName::From(Rank(0)); rails], "{own} and {theirs}");
     }
+}
+
+#[test]
+fn a_process_that_gets_no_thread_for_its_connections_waits_for_one() {
+    let [mut sender, mut receiver] = [0, 1].map(|me| transport(me, &config("off", "2")));
+    let address = receiver.address();
+    let refused = without_threads(|| sender.open(Rank(1), &address, Detour::Impossible).err().unwrap());
+    assert_eq!(refused.kind, Down::Lacking, "{refused}");
+    opened(&mut sender, &mut receiver, Detour::Impossible);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use crate::error::LinkDown;
-use crate::sync;
+use crate::sync::{self, Arc, Mutex, lock};
 use crate::sys::poller::{Interest, Watched};
 use crate::sys::tcp_info::{self, TcpStats};
 use crate::transport::tcp::channel::{Source, ended};
@@ -356,21 +356,25 @@ impl TrunkEnd {
         if self.is_delivered(None).unwrap_or(true) {
             return;
         }
-        let deadline = Instant::now() + CLOSING_TIMEOUT;
-        let closing = sync::spawn("ncclx_rs close", move || {
-            while Instant::now() < deadline {
-                self.flush();
-                self.receive(MUCH, |_, _| Ok(()));
-                if self.is_delivered(None).unwrap_or(true) {
-                    return;
-                }
-                std::thread::sleep(CLOSING_CHECK);
-            }
-        });
+        let end = Arc::new(Mutex::new(self));
+        let own = end.clone();
+        let closing = sync::spawn("ncclx_rs close", move || lock(&own).deliver(CLOSING_TIMEOUT));
         if let Err(error) = closing {
-            log::debug!(
-                "a shared connection was closed early: there is no thread that waits for its last bytes: {error}"
-            );
+            log::debug!("there is no thread that waits for the last bytes of a shared connection: {error}");
+            lock(&end).deliver(CLOSING_TIMEOUT_ALONE);
+        }
+    }
+
+    /// Waits until the peer's kernel has everything, so long at most.
+    fn deliver(&mut self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        while Instant::now() < deadline {
+            self.flush();
+            self.receive(MUCH, |_, _| Ok(()));
+            if self.is_delivered(None).unwrap_or(true) {
+                return;
+            }
+            std::thread::sleep(CLOSING_CHECK);
         }
     }
 }
@@ -386,6 +390,9 @@ const WAITING_BYTES_MAX: usize = 4 << 20;
 
 /// How long the last bytes may take to leave.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The same where the thread that ends the last lane has to wait itself, maybe with its engine's lock.
+const CLOSING_TIMEOUT_ALONE: Duration = Duration::from_secs(1);
 
 /// How often to look whether they have.
 const CLOSING_CHECK: Duration = Duration::from_millis(10);

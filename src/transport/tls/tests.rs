@@ -6,6 +6,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::sign::{SigningKey, SingleCertAndKey};
 
 use super::*;
+use crate::sys::fork::testing::{end_at_broken_pipes, holds_in_a_child};
 use crate::transport::auth::Identity;
 use crate::transport::handshake::{Accepting, Opening};
 use crate::types::Rank;
@@ -57,14 +58,20 @@ fn stolen(tls: &Tls) -> Tls {
     Tls { client: Arc::new(client), server: Arc::new(server) }
 }
 
-/// The ends of a new connection, which do not block: that which opened it and that which accepted it.
-fn connection(opener: &Tls, acceptor: &Tls) -> [Stream; 2] {
+/// The sockets of a new connection, which do not block: that which opened it and that which accepted it.
+fn sockets() -> [TcpStream; 2] {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let open = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (accepted, _) = listener.accept().unwrap();
     for socket in [&open, &accepted] {
         socket.set_nonblocking(true).unwrap();
     }
+    [open, accepted]
+}
+
+/// The ends of a new connection: that which opened it and that which accepted it.
+fn connection(opener: &Tls, acceptor: &Tls) -> [Stream; 2] {
+    let [open, accepted] = sockets();
     [Stream::open(open, Some(opener)), Stream::accept(accepted, Some(acceptor))]
 }
 
@@ -110,6 +117,31 @@ fn what_a_rank_shows_is_worth_nothing_without_its_key() {
             assert_eq!(error.kind(), ErrorKind::InvalidData, "{error}");
         }
     }
+}
+
+#[test]
+fn that_the_other_side_is_gone_is_an_error_and_no_signal() {
+    let is_told = |make: &dyn Fn() -> [Stream; 2]| {
+        holds_in_a_child(|| {
+            let [mut near, far] = make();
+            end_at_broken_pipes();
+            drop(far);
+            loop {
+                match near.write_vectored(&[IoSlice::new(b"some"), IoSlice::new(b"thing")]) {
+                    Err(error) if !is_passing(&error) => {
+                        return matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
+                    }
+                    _ => {}
+                }
+            }
+        })
+    };
+    assert!(is_told(&|| sockets().map(Stream::plain)));
+    assert!(is_told(&|| {
+        let mut ends = connection(&from_secret(), &from_secret());
+        meet(&mut ends).unwrap();
+        ends
+    }));
 }
 
 /// Passes on what has come.

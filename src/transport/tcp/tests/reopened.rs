@@ -221,6 +221,7 @@ fn an_attempt_ends_with_the_last_connection_and_none_follows() {
     stream.ends[1].0.shutdown(std::net::Shutdown::Both).unwrap();
     // The peer is lost as with one connection: at once.
     while stream.send_stream.write(b"bytes", &[]).is_ok() {}
+    assert!(stream.send_stream.was_accepted(), "what the peer has sent may be on its way");
     assert!(is_closed(held));
     assert!(stream.gate.come.recv_timeout(Duration::from_secs(3)).is_err(), "the stream has ended");
     assert_eq!(stream.stats(), RailStats { rails: 2, working: 0, dropped: 2, reopened: 0 });

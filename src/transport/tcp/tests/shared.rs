@@ -1,7 +1,7 @@
 //! Communicators of two processes over one connection each way.
 
 use super::*;
-use crate::error::{Down, LinkDown};
+use crate::error::LinkDown;
 use crate::sync::Arc;
 use crate::sys::fork::testing::holds_in_a_child;
 use crate::transport::Accepted;
@@ -415,6 +415,28 @@ fn the_last_lane_takes_the_connection_with_it_and_loses_no_byte() {
     // The next one opens another.
     let [near, far] = [lanes.processes[0].transport(9, "one"), lanes.processes[1].transport(9, "one")];
     assert!(shares(&mut { near }, &mut { far }));
+}
+
+#[test]
+fn the_last_bytes_leave_also_where_no_thread_can_wait_for_that() {
+    let mut lanes = lanes("off", 2);
+    let sent = [lanes.fill(0), lanes.fill(1)];
+    let from = std::mem::take(&mut lanes.from);
+    let (tell, told) = mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        told.recv().unwrap();
+        let read = |mut from: Box<dyn RecvStream>| {
+            let (mut received, mut part) = (0, vec![0; 30_000]);
+            while let Ok(count) = from.read(&mut part) {
+                received += count;
+            }
+            received
+        };
+        from.into_iter().map(read).collect::<Vec<_>>()
+    });
+    tell.send(()).unwrap();
+    without_threads(|| lanes.to.clear());
+    assert_eq!(reader.join().unwrap(), sent);
 }
 
 #[test]
