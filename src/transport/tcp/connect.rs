@@ -232,7 +232,8 @@ impl Connection {
                     }
                     Ok(false) => {
                         let is_late = opening.begun().elapsed() >= ATTEMPT_TIMEOUT;
-                        if !self.turn_back() && !(is_late && self.try_another()?) {
+                        let goes_on = self.turn_back() || is_late && self.try_another()?;
+                        if !goes_on {
                             return Ok(false);
                         }
                     }

@@ -17,7 +17,7 @@ pub(super) enum Arrival {
     /// A lane, by its number, of the connection with this number.
     Lane { from: Rank, trunk: u32, lane: u32 },
     /// A connection of its own.
-    Connection { from: Rank, caller: Watched<Caller> },
+    Connection { from: Rank, caller: Box<Watched<Caller>> },
 }
 
 /// A communicator of this process.

@@ -243,7 +243,8 @@ fn shared_entry(
 fn accepted(sharer: &Sharer, poller: &Poller, me: Rank, arrival: Arrival) -> Option<Accepted> {
     match arrival {
         Arrival::Lane { from, trunk, lane } => Some((from, Box::new(TcpRecvStream::new(sharer.lane(trunk, lane)?)))),
-        Arrival::Connection { from, mut caller } => {
+        Arrival::Connection { from, caller } => {
+            let mut caller = *caller;
             match caller.move_to(poller, Interest::Read, StreamName::From(from)) {
                 Ok(()) => Some((from, Box::new(TcpRecvStream::new(caller)))),
                 Err(error) => {

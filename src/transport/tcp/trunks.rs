@@ -210,7 +210,7 @@ impl Trunks {
                 // Its communicator watches it once it has taken it.
                 caller.leave();
                 // Where the communicator has ended, the connection does, too.
-                drop(shared_listener.member.arrive(Arrival::Connection { from, caller }));
+                drop(shared_listener.member.arrive(Arrival::Connection { from, caller: Box::new(caller) }));
                 continue;
             }
             let Some(session) = session else { continue };
