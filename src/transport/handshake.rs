@@ -101,12 +101,14 @@ impl Opening {
     /// Turns the failure of a handshake that this side was too slow for, as after the process was stopped, or that had to make room
     /// for others, into one that is tried again: the other side hangs up on slow peers.
     pub(crate) fn classify(&self, down: LinkDown, stream: &impl Channel) -> LinkDown {
+        // Whoever does not believe the answer hangs up at once.
         let is_cut_short = self.is_challenged() && !self.is_proved;
         // Who makes room there has heard nothing of the other side.
         let is_unspoken = !self.is_challenged() && !stream.begins_with_challenge();
-        let patience = if is_unspoken { HANDSHAKE_TIMEOUT_CROWDED } else { HANDSHAKE_TIMEOUT_FULL };
+        let makes_room = is_cut_short || is_unspoken;
+        let patience = if makes_room { HANDSHAKE_TIMEOUT_CROWDED } else { HANDSHAKE_TIMEOUT_FULL };
         match down.kind {
-            Down::HungUp if is_cut_short || self.begun.elapsed() >= patience => LinkDown::busy(down.cause),
+            Down::HungUp if self.begun.elapsed() >= patience => LinkDown::busy(down.cause),
             _ => down,
         }
     }

@@ -576,20 +576,23 @@ mod tests {
     }
 
     #[test]
-    fn a_caller_that_has_to_make_room_calls_again() {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
-        let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
-        let (mut theirs, _) = listener.accept().unwrap();
-        theirs.set_nonblocking(true).unwrap();
-        assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
-        drop(theirs);
-        let down = loop {
-            if let Err(down) = connection.drive() {
-                break down;
-            }
-        };
-        assert_eq!(down.kind, Down::Busy, "{down}");
+    fn a_caller_that_has_to_make_room_calls_again_and_one_that_is_not_believed_does_not() {
+        for (wait, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_CROWDED, Down::Busy)] {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
+            let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
+            let (mut theirs, _) = listener.accept().unwrap();
+            theirs.set_nonblocking(true).unwrap();
+            assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
+            std::thread::sleep(wait);
+            drop(theirs);
+            let down = loop {
+                if let Err(down) = connection.drive() {
+                    break down;
+                }
+            };
+            assert_eq!(down.kind, kind, "{down}");
+        }
     }
 
     #[test]
