@@ -19,7 +19,7 @@ use crate::config::{AlgorithmChoice, Config, DumpSignal};
 use crate::device::vendor::ending::Leaving;
 use crate::engine::callbacks;
 use crate::engine::completion::Finished;
-use crate::engine::driver::{Driver, Polling};
+use crate::engine::driver::{Driver, Polling, refused};
 use crate::engine::flight_recorder::Recorder;
 use crate::engine::heartbeat::Absence;
 use crate::engine::message::{Direction, MessageRequest};
@@ -531,7 +531,7 @@ impl Communicator {
         begin: impl FnOnce(&mut Engine, &Arc<Driver>) -> Result<Submitted, Error>,
     ) -> Result<(Submitted, Option<Left>), Error> {
         self.driver.check_here(op.kind.name())?;
-        self.driver.with_engine(|engine| {
+        let begun = self.driver.with_engine(|engine| {
             engine.check_open(op.kind.name())?;
             let begun = begin(engine, &self.driver)?;
             let Submitted::Pending(work) = &begun else {
@@ -555,7 +555,8 @@ impl Communicator {
             // The caller does not have this one yet.
             finished.retain(|other| !other.is(work));
             Ok((begun, Some(Left { finished, needs_progress })))
-        })
+        });
+        begun.inspect_err(refused)
     }
 
     fn hand_over(&self, left: Option<Left>) {

@@ -30,6 +30,9 @@ pub(crate) struct Connector {
     /// Another route has been taken than the first, which has not been logged.
     has_turned: bool,
     obstacle: Option<Obstacle>,
+    /// How long it has waited last for a peer that was busy, or for what this process lacks. It grows also where a stream is begun each
+    /// time: what hangs up on it may be no rank of this communicator.
+    pause: Duration,
     /// When nobody took the stream for the first time.
     refused: Option<Instant>,
 }
@@ -40,9 +43,8 @@ struct Obstacle {
     cause: String,
     /// It is this process that lacks something.
     is_shortage: bool,
-    /// When to try again, and how long that is after the last time.
+    /// When to try again.
     again: Instant,
-    pause: Duration,
 }
 
 impl Connector {
@@ -77,11 +79,11 @@ impl Connector {
     /// Opening the stream ended with `down`, now or when it was under way. Has it opened again later, or now by another route,
     /// if that may help; gives `down` back if it does not.
     pub(crate) fn ended(&mut self, mut down: LinkDown, now: Instant) -> Result<(), LinkDown> {
-        let last = self.obstacle.take();
+        self.obstacle = None;
         let (is_shortage, pause) = match down.kind {
             Down::Busy | Down::Lacking => {
-                let pause = last.map_or(FIRST_PAUSE, |last| (last.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
-                (down.kind == Down::Lacking, pause)
+                self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                (down.kind == Down::Lacking, self.pause)
             }
             // The failure detector may be about to say why, and to name another rank.
             Down::Refused if now - *self.refused.get_or_insert(now) < REFUSED_TIMEOUT => (false, REFUSED_TIMEOUT / 4),
@@ -102,7 +104,7 @@ impl Connector {
             static SAID: std::sync::Once = std::sync::Once::new();
             SAID.call_once(|| log::warn!("connections to other ranks have to wait: {}", down.cause));
         }
-        self.obstacle = Some(Obstacle { cause: down.cause, is_shortage, again: now + pause, pause });
+        self.obstacle = Some(Obstacle { cause: down.cause, is_shortage, again: now + pause });
         Ok(())
     }
 

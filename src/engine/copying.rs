@@ -17,6 +17,10 @@ use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Timed};
 use crate::sys::team::Team;
 use crate::types::Rank;
 
+use in_step::InStep;
+
+mod in_step;
+
 /// How a message gets into the receiver's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Copying {
@@ -70,6 +74,8 @@ impl Class {
 #[derive(Debug, Default)]
 pub(crate) struct Choices {
     by_class: FxHashMap<Class, Choice>,
+    /// Those of which the senders take others meanwhile.
+    in_step: FxHashMap<Class, InStep>,
 }
 
 /// What is known of the messages of one kind that a rank sends.
@@ -79,6 +85,8 @@ pub(crate) struct CopyStats {
     bytes: u64,
     /// Whether they are combined with what is there.
     reduced: bool,
+    /// Whether their senders take others meanwhile.
+    exchanged: bool,
     /// How the next one comes: through the `ring`, or by a `single` copy.
     copying: &'static str,
     /// What a byte cost through the ring, and when it was read, in picoseconds, where it was measured.
@@ -99,37 +107,63 @@ impl Choices {
         let class = Class::of(from, buffer, operation_bytes);
         let choice = self.by_class.entry(class).or_insert_with(|| Choice::new(first));
         choice.begin(buffer.completion.op);
-        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, sample: choice.sample.number }));
+        let sample = choice.sample.number;
+        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, is_in_step: false, sample }));
+        choice.sample.copying
+    }
+
+    /// The same for a message of a collective in which its sender takes others meanwhile, and other ranks choose alike.
+    pub(crate) fn choose_in_step(
+        &mut self,
+        from: Rank,
+        buffer: &mut RecvBuffer,
+        operation_bytes: usize,
+        first: Copying,
+        now: Instant,
+    ) -> Copying {
+        let class = Class::of(from, buffer, operation_bytes);
+        let choice = self.in_step.entry(class).or_insert_with(|| InStep::new(first));
+        choice.begin(buffer.completion.op);
+        let sample = choice.sample.number;
+        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, is_in_step: true, sample }));
         choice.sample.copying
     }
 
     /// A message has come whole, in the way that was chosen for it.
     pub(crate) fn came(&mut self, from: Rank, buffer: &RecvBuffer, now: Instant) {
         let Some(timed) = buffer.timed.as_deref() else { return };
-        if let Some(choice) = self.by_class.get_mut(&Class::of(from, buffer, timed.operation_bytes)) {
-            choice.sample.add(*timed, buffer.region.len(), now);
+        let class = Class::of(from, buffer, timed.operation_bytes);
+        let sample = match timed.is_in_step {
+            true => self.in_step.get_mut(&class).map(|choice| &mut choice.sample),
+            false => self.by_class.get_mut(&class).map(|choice| &mut choice.sample),
+        };
+        if let Some(sample) = sample {
+            sample.add(*timed, buffer.region.len(), now);
         }
     }
 
     /// Forgets `peer`, which is lost.
     pub(crate) fn lose(&mut self, peer: Rank) {
         self.by_class.retain(|class, _| class.from != peer);
+        self.in_step.retain(|class, _| class.from != peer);
     }
 
     /// What is known of the messages of `peer`, the shortest first.
     pub(crate) fn stats(&self, peer: Rank) -> Vec<CopyStats> {
-        let of_peer = self.by_class.iter().filter(|(class, _)| class.from == peer);
-        let mut stats: Vec<CopyStats> = of_peer
-            .map(|(class, choice)| {
-                let [ring, single] = choice.costs;
-                let copying = match choice.next() {
+        let alone = self.by_class.iter().map(|(class, choice)| (class, false, choice.next(), choice.costs));
+        let in_step = self.in_step.iter().map(|(class, choice)| (class, true, choice.next(), choice.costs));
+        let mut stats: Vec<CopyStats> = alone
+            .chain(in_step)
+            .filter(|(class, ..)| class.from == peer)
+            .map(|(class, exchanged, next, [ring, single])| {
+                let copying = match next {
                     Copying::Ring => "ring",
                     Copying::Single => "single",
                 };
-                CopyStats { bytes: 1 << class.log2, reduced: class.is_reduced, copying, ring, single }
+                CopyStats { bytes: 1 << class.log2, reduced: class.is_reduced, exchanged, copying, ring, single }
             })
             .collect();
-        stats.sort_by_key(|stats| (stats.bytes, stats.reduced));
+        stats.sort_by_key(|stats| (stats.bytes, stats.reduced, stats.exchanged));
         stats
     }
 }
@@ -216,6 +250,14 @@ impl Costs {
         let most = self.0.first().map_or(Cost::MAX, |least| least.saturating_mul(DISTURBED_FACTOR));
         let count = self.0.partition_point(|cost| *cost <= most);
         &self.0[..count.max(self.0.len() - self.0.len() / DISTURBED_ONE_IN)]
+    }
+
+    fn extend(&mut self, cost: Option<Cost>) {
+        cost.into_iter().for_each(|cost| self.add(cost));
+    }
+
+    fn median(&self) -> Option<Cost> {
+        self.0.get(self.0.len() / 2).copied()
     }
 
     fn mean(&self) -> Cost {

@@ -224,7 +224,7 @@ impl Driver {
     /// Refuses an operation that cannot be submitted any more, or that a forked child submits.
     pub(crate) fn check_open(&self, operation: &str) -> Result<(), Error> {
         self.check_here(operation)?;
-        self.with_engine(|engine| engine.check_open(operation))
+        self.with_engine(|engine| engine.check_open(operation)).inspect_err(refused)
     }
 
     /// Refuses an operation in a forked child, where the engine's lock may be held for ever, and streams are the parent's.
@@ -437,10 +437,25 @@ impl Drive for Driver {
     }
 }
 
+/// An operation is refused: who hears of a loss finds what is written of it, as where a [`Work`] fails.
+pub(crate) fn refused(error: &Error) {
+    if matches!(error, Error::PeerLost { .. }) {
+        await_written();
+    }
+}
+
 /// Sees that callbacks are run, but not here: a callback may wait for progress, which is this thread's to make. Threads
 /// that wait for a work run its callbacks themselves.
 fn hand_to_callers(finished: Finished) {
-    finished.into_iter().filter(Work::wants_callbacks_run).for_each(callbacks::run_elsewhere);
+    let wanted: Vec<Work> = finished.into_iter().filter(Work::wants_callbacks_run).collect();
+    if wanted.iter().all(|work| matches!(work.result(), Some(Ok(())))) {
+        return wanted.into_iter().for_each(callbacks::run_elsewhere);
+    }
+    // Else each that has failed would wait for its dump on a thread of its own.
+    callbacks::call_elsewhere(Box::new(move || {
+        await_written();
+        wanted.into_iter().for_each(callbacks::run_elsewhere);
+    }));
 }
 
 /// What the progress thread is called. It fits into the 15 bytes that Linux keeps, and no other thread's name begins so.

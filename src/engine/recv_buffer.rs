@@ -35,6 +35,8 @@ pub(crate) struct Timed {
     pub(crate) since: Instant,
     /// How much its operation moves.
     pub(crate) operation_bytes: usize,
+    /// Whether other ranks choose for theirs what this one does.
+    pub(crate) is_in_step: bool,
     /// The number of the sample that it belongs to.
     pub(crate) sample: u64,
 }

@@ -20,7 +20,7 @@ use crate::engine::copying::{Choices, CopyStats, Copying};
 use crate::engine::endpoint::Endpoints;
 use crate::engine::frame::{End, Failed, FrameKind, GIVEN_UP, Header, MatchSpace, RtrReason, RtsInfo};
 use crate::engine::per_rank::PerRank;
-use crate::engine::recv_buffer::RecvBuffer;
+use crate::engine::recv_buffer::{RecvAction, RecvBuffer};
 use crate::engine::single_copy::{ReadEnd, Reading, Reads};
 use crate::sys::team::Team;
 use crate::transport::MemoryAddress;
@@ -264,7 +264,8 @@ impl Rendezvous {
         operation_bytes: usize,
     ) {
         let address = rts.address.filter(|address| {
-            self.copying(from, *address, rts.is_busy, &mut buffer, operation_bytes) == Copying::Single
+            let exchanges = rts.is_busy && match_space == MatchSpace::Collective;
+            self.copying(from, *address, (rts.is_busy, exchanges), &mut buffer, operation_bytes) == Copying::Single
         });
         match address {
             Some(address) => self.reads.push(Reading { from, token: rts.token, match_space, address, buffer }),
@@ -277,7 +278,7 @@ impl Rendezvous {
         &mut self,
         from: Rank,
         address: MemoryAddress,
-        is_busy: bool,
+        (is_busy, exchanges): (bool, bool),
         buffer: &mut RecvBuffer,
         operation_bytes: usize,
     ) -> Copying {
@@ -288,6 +289,10 @@ impl Rendezvous {
             Switch::Auto => {
                 let is_busy = is_busy || self.pending_sends.values().any(|pending| pending.to == from);
                 let expected = Copying::expected(buffer, is_busy, self.oversubscribed, self.team);
+                let is_stored = matches!(buffer.action, RecvAction::Store);
+                if exchanges && is_stored && self.team.is_alone() && !self.oversubscribed {
+                    return self.choices.choose_in_step(from, buffer, operation_bytes, expected, Instant::now());
+                }
                 if is_busy {
                     // What the ring takes of the sender's time would show in other messages, not in this one.
                     return expected;

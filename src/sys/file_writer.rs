@@ -100,8 +100,8 @@ mod tests {
         queue.settle();
         assert_eq!(written.try_iter().collect::<Vec<_>>(), [0, 1, 2]);
         let (answer, answered) = mpsc::channel();
-        queue.push(Box::new(move || answered.recv().expect("an answer")));
         let begin = Instant::now();
+        queue.push(Box::new(move || answered.recv().expect("an answer")));
         queue.settle();
         assert!(begin.elapsed() >= PATIENCE, "{:?}", begin.elapsed());
         // For what comes behind it nobody waits either.

@@ -140,26 +140,3 @@ def refused(rank: int, size: int) -> None:
 
 def test_what_cannot_be_done_is_refused_and_the_group_goes_on(cuda_world: World) -> None:
     cuda_world.run(refused)
-
-
-def barriers_after_mistakes(rank: int, size: int) -> None:
-    if rank == 0:
-        with pytest.raises(ValueError, match="supports, got AVG"):
-            dist.all_reduce(torch.ones(4, device="cuda").bool(), dist.ReduceOp.AVG)
-    dist.barrier()  # on the host: this group has not used the device together
-    # A disagreement is one of all ranks, though it may be an error of the call on some and of the work on others.
-    op = dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM
-    with pytest.raises(RuntimeError, match="all_reduce"):
-        work = dist.all_reduce(torch.ones(4, device="cuda"), op, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=30))
-    torch.cuda.synchronize()
-    dist.barrier()
-    tensor = torch.ones(4, device="cuda")
-    dist.all_reduce(tensor)
-    dist.barrier()
-    assert tensor.cpu().tolist() == [float(size)] * 4
-
-
-def test_a_barrier_is_the_same_on_all_ranks_after_mistakes_of_some(cuda_world: World) -> None:
-    cuda_world.run(barriers_after_mistakes)

@@ -641,7 +641,11 @@ void NcclxBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c
 }
 
 void NcclxBackend::abort() {
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  group_->leave(rendezvous_ != nullptr);  // it may get members again
+#else
   group_->leave();
+#endif
   if (const auto comm = comm_or_none()) engine_->abort(comm->get(), "the process group was aborted");
 }
 
@@ -677,7 +681,6 @@ void NcclxBackend::setTimeout(Milliseconds timeout) {
 void NcclxBackend::set_rendezvous(std::string handle, Rendezvous rendezvous) {
   handle_ = std::move(handle);
   rendezvous_ = std::move(rendezvous);
-  group_->may_return();
 }
 
 c10d::ReconfigureHandle NcclxBackend::get_reconfigure_handle() const {

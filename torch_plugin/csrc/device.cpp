@@ -86,6 +86,7 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
   if (batch && is_message) return record(device, std::move(call), *batch);
   const auto comm = this->comm();
   const auto streams = streams_on(device, call.operation);
+  if (!is_message) has_device_collectives_ = true;
   const bool aside = call.async || batch != nullptr;
   const c10::Stream current = streams->current();
   using Direction = DeviceStreams::Direction;
@@ -128,8 +129,6 @@ WorkPtr NcclxBackend::launch_on(at::Device device, Call&& call, const std::share
     NcclxError error;
     NcclxHandle* handle = nullptr;
     const int32_t status = engine_->submit(comm->get(), &op, &handle, &error);
-    // Other ranks know nothing of a mistake, but they may of a call that has failed otherwise.
-    if (!is_message && status != NCCLX_USAGE) has_device_collectives_ = true;
     if (status == NCCLX_OK) {
       end->add(handle);
       continue;

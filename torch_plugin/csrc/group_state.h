@@ -206,19 +206,13 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   }
 #endif
 
-  // This rank may be in the group again after it has left: `resume` says when.
-  void may_return() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    may_return_ = true;
-  }
-
-  // This rank leaves: errors of works from now on are no failure of the group. Where it may return, its hooks stay for
-  // then. Elsewhere they go, since they may hold what holds the group.
-  void leave() {
+  // This rank leaves: errors of works from now on are no failure of the group. Its hooks stay where it returns. Elsewhere they
+  // go, since they may hold what holds the group.
+  void leave(bool returns = false) {
     Hooks<FailureHook> hooks;  // dropped after the lock
     std::lock_guard<std::mutex> lock(mutex_);
     has_left_ = true;
-    if (!may_return_) hooks.swap(failure_hooks_);
+    if (!returns) hooks.swap(failure_hooks_);
   }
 
   // Errors between two generations of members are no failure of the group.
@@ -291,7 +285,6 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   size_t hook_calls_ = 0;  // failures whose hooks have not ended
   bool paused_ = false;
   bool has_left_ = false;
-  bool may_return_ = false;
   std::atomic<uint64_t> generation_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::shared_ptr<const WorkInfoHook> work_info_hook_;

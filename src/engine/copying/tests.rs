@@ -188,7 +188,7 @@ fn each_kind_of_messages_is_measured_by_itself() {
     }
     let known = |bytes: usize, reduced: bool, micros: u64| {
         let [ring, single] = [2, 1].map(|times| Some((times * micros * 1_000_000 / whole as u64) as u32));
-        CopyStats { bytes: bytes as u64, reduced, copying: "single", ring, single }
+        CopyStats { bytes: bytes as u64, reduced, exchanged: false, copying: "single", ring, single }
     };
     assert_eq!(told.choices.stats(Rank(1)), [known(whole, false, 7), known(whole, true, 5), known(all, false, 9)]);
     told.choices.lose(Rank(1));
@@ -248,4 +248,86 @@ impl Choice {
             State::Kept { .. } => panic!("the trial is over: {self:?}"),
         }
     }
+}
+
+/// Two ranks that exchange messages in collectives.
+struct Exchange<'a> {
+    ranks: [(Choices, RecvBuffer); 2],
+    now: Instant,
+    op: u64,
+    memory: std::marker::PhantomData<&'a mut Words>,
+}
+
+impl<'a> Exchange<'a> {
+    fn new([one, other]: [&'a mut Words; 2]) -> Exchange<'a> {
+        let ranks = [one, other].map(|words| (Choices::default(), buffer(words, RecvAction::Store)));
+        Exchange { ranks, now: Instant::now(), op: 0, memory: std::marker::PhantomData }
+    }
+
+    /// How the messages of the next operation are to come.
+    fn next(&mut self) -> [Copying; 2] {
+        self.op += 1;
+        let (op, now) = (self.op, self.now);
+        self.ranks.each_mut().map(|(choices, buffer)| {
+            buffer.completion = Completion { op: OpId::Collective(op), step: 0 };
+            let bytes = buffer.region.len();
+            choices.choose_in_step(Rank(1), buffer, bytes, Copying::Single, now)
+        })
+    }
+
+    /// So many operations. Through the ring a message takes `link`'s first time if the other rank takes its own so too. Where that
+    /// reads, it reads before it sends, and is not held up by what it sends. Returns the picoseconds a byte that an operation took.
+    fn run(&mut self, Link([ring, single]): Link, operations: u32) -> f64 {
+        let mut took = 0;
+        for _ in 0..operations {
+            let ways = self.next();
+            let costs = match ways {
+                [Copying::Ring, Copying::Ring] => [ring; 2],
+                [Copying::Single, Copying::Single] => [single; 2],
+                _ => ways.map(|way| if way == Copying::Ring { ring + single } else { single / 2 }),
+            };
+            let slowest = costs[0].max(costs[1]);
+            for ((choices, buffer), cost) in self.ranks.iter_mut().zip(costs) {
+                let nanos = u64::from(cost) * buffer.region.len() as u64 / 1000;
+                choices.came(Rank(1), buffer, self.now + Duration::from_nanos(nanos));
+            }
+            self.now += Duration::from_nanos(u64::from(slowest) * self.ranks[0].1.region.len() as u64 / 1000);
+            took += slowest;
+        }
+        f64::from(took) / f64::from(operations)
+    }
+}
+
+#[test]
+fn ranks_that_exchange_messages_find_what_is_faster_for_all() {
+    for (link, best) in [(Link([100, 150]), Copying::Ring), (Link([150, 100]), Copying::Single)] {
+        let mut words = [words(), words()];
+        let mut exchange = Exchange::new(words.each_mut());
+        let ways: Vec<_> = (0..16)
+            .map(|_| {
+                let took = exchange.run(link, 1);
+                (took * 10.0) as u64
+            })
+            .collect();
+        assert_eq!(ways, [1000, 1500].map(|cost| if best == Copying::Ring { cost } else { 2500 - cost }).repeat(8));
+        let took = exchange.run(link, 20_000);
+        assert!(took < 101.0, "{link:?}: {took}");
+        assert_eq!(exchange.next(), [best; 2]);
+        let [stats, _] = exchange.ranks.each_ref().map(|(choices, _)| choices.stats(Rank(1)));
+        let [CopyStats { exchanged: true, copying, ring: Some(_), single: Some(_), .. }] = stats[..] else {
+            panic!("{stats:?}")
+        };
+        assert_eq!(copying, if best == Copying::Ring { "ring" } else { "single" });
+    }
+}
+
+#[test]
+fn where_there_is_little_between_them_ranks_that_exchange_messages_go_on_as_they_are() {
+    let mut words = [words(), words()];
+    let mut exchange = Exchange::new(words.each_mut());
+    exchange.run(Link([95, 100]), 16);
+    assert_eq!(exchange.next(), [Copying::Single; 2]);
+    // What changes later is found by the next trial.
+    exchange.run(Link([50, 100]), 5000);
+    assert_eq!(exchange.next(), [Copying::Ring; 2]);
 }

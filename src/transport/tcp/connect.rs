@@ -233,12 +233,19 @@ impl Connection {
                     Ok(false) => {
                         let is_late = opening.begun().elapsed() >= ATTEMPT_TIMEOUT;
                         let goes_on = self.turn_back() || is_late && self.try_another()?;
+                        if !goes_on && is_late && self.failures.is_busy {
+                            // The peer is where somebody spoke.
+                            return Err(self.failures.down());
+                        }
                         if !goes_on {
                             return Ok(false);
                         }
                     }
                     Err(down) => {
                         let down = opening.classify(down, &*self.stream);
+                        if down.kind == Down::Busy && opening.is_challenged() {
+                            return Err(down);
+                        }
                         self.try_next(down)?;
                     }
                 },
@@ -584,8 +591,14 @@ mod tests {
             let (mut theirs, _) = listener.accept().unwrap();
             theirs.set_nonblocking(true).unwrap();
             assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
-            std::thread::sleep(wait);
+            let is_challenged = |stage: &Stage| matches!(stage, Stage::Proving(opening) if opening.is_challenged());
+            while !is_challenged(&connection.stage) {
+                assert_eq!(connection.drive(), Ok(false));
+            }
             drop(theirs);
+            if let Stage::Proving(opening) = std::mem::replace(&mut connection.stage, Stage::Open) {
+                connection.stage = Stage::Proving(opening.aged(wait));
+            }
             let down = loop {
                 if let Err(down) = connection.drive() {
                     break down;
