@@ -250,19 +250,20 @@ fn a_list_that_cannot_be_right_is_refused() {
 
 #[test]
 fn a_split_without_its_first_rank_ends_like_any_join() {
-    let store = Arc::new(MemoryStore::default());
+    let (store, turns) = (Arc::new(MemoryStore::default()), Barrier::new(2));
     let run = &|rank: u32| {
         let hints = vec![("connect_timeout_seconds".to_owned(), "3".to_owned())];
         let (name, store, timeout) = ("world".to_owned(), store.clone(), Some(Duration::from_secs(60)));
         let comm = Communicator::new(CommOptions { name, rank: Rank(rank), size: 2, store, timeout, hints })?;
+        // Rank 0 begins when rank 1 has given up, and both begin anew when rank 0 has, too.
         if rank == 0 {
-            std::thread::sleep(Duration::from_secs(4));
+            turns.wait();
         }
         let ended = comm.split(&[Rank(0), Rank(1)], "part").map(|_| ());
         if rank == 1 {
-            // Until rank 0 has given up as well.
-            std::thread::sleep(Duration::from_secs(5));
+            turns.wait();
         }
+        turns.wait();
         // Rank 0's first record is still on its way to rank 1, and leads nowhere.
         let part = comm.split(&[Rank(0), Rank(1)], "part")?;
         part.barrier()?;
