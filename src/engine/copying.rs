@@ -142,6 +142,11 @@ impl Choices {
         }
     }
 
+    /// A collective has failed, which may not have begun on all ranks.
+    pub(crate) fn count_anew(&mut self) {
+        self.in_step.clear();
+    }
+
     /// Forgets `peer`, which is lost.
     pub(crate) fn lose(&mut self, peer: Rank) {
         self.by_class.retain(|class, _| class.from != peer);

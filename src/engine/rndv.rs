@@ -411,6 +411,9 @@ impl Rendezvous {
         self.drop_pending_sends(endpoints, |pending| pending.completion.op == op);
         self.reads.cancel(endpoints, op);
         self.recv_buffers.retain(|_, buffer| buffer.completion.op != op);
+        if let OpId::Collective(_) = op {
+            self.choices.count_anew();
+        }
         endpoints.cancel(op, unsent);
     }
 

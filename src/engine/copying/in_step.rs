@@ -3,7 +3,7 @@
 //! Through the ring, such a message takes time of its sender that the sender's own messages want. If one rank tried the ring while the
 //! others read, it would find the ring slow and reading fast, and so would each of the others: all would read, though all may be faster
 //! through the ring. So ranks try each way at the same time. None tells another: all count the same collectives, and the count says
-//! what is tried when. Where ranks count differently, as after a failure, they measure what they do, as if the others were slow.
+//! what is tried when. After one that has failed, which may not have begun everywhere, they begin to count anew.
 
 use super::{Copying, Cost, Costs, Sample};
 use crate::engine::completion::OpId;

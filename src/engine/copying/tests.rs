@@ -322,6 +322,21 @@ fn ranks_that_exchange_messages_find_what_is_faster_for_all() {
 }
 
 #[test]
+fn ranks_that_exchange_messages_count_anew_after_a_collective_that_has_failed() {
+    let (mut words, link) = ([words(), words()], Link([100, 150]));
+    let mut exchange = Exchange::new(words.each_mut());
+    exchange.run(link, 3);
+    // It has begun on one of them alone.
+    let (choices, buffer) = &mut exchange.ranks[0];
+    buffer.completion = Completion { op: OpId::Collective(100), step: 0 };
+    choices.choose_in_step(Rank(1), buffer, buffer.region.len(), Copying::Single, exchange.now);
+    assert_eq!(exchange.next(), [Copying::Ring, Copying::Single]);
+    exchange.ranks.iter_mut().for_each(|(choices, _)| choices.count_anew());
+    exchange.run(link, 16);
+    assert_eq!(exchange.next(), [Copying::Ring; 2]);
+}
+
+#[test]
 fn where_there_is_little_between_them_ranks_that_exchange_messages_go_on_as_they_are() {
     let mut words = [words(), words()];
     let mut exchange = Exchange::new(words.each_mut());
