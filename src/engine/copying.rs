@@ -6,11 +6,10 @@
 //! chooses for each sender and size of operations. All messages of an operation come the same way, since they wait for each
 //! other. No other rank needs to know of it.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 use serde::Serialize;
-use smallvec::SmallVec;
 
 use crate::engine::completion::OpId;
 use crate::engine::recv_buffer::{RecvAction, RecvBuffer, Timed};
@@ -18,26 +17,13 @@ use crate::sys::team::Team;
 use crate::types::Rank;
 
 use in_step::InStep;
+pub(crate) use sample::Copying;
+use sample::{Cost, Costs, Sample};
 
 mod in_step;
-
-/// How a message gets into the receiver's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Copying {
-    /// The sender copies it into the ring, the receiver out of it.
-    Ring,
-    /// The receiver reads it where it lies.
-    Single,
-}
+mod sample;
 
 impl Copying {
-    fn other(self) -> Copying {
-        match self {
-            Copying::Ring => Copying::Single,
-            Copying::Single => Copying::Ring,
-        }
-    }
-
     /// The way that is probably the faster. The two copies of the ring overlap, if the sender has nothing else to do.
     pub(crate) fn expected(buffer: &RecvBuffer, is_sender_busy: bool, oversubscribed: bool, team: Team) -> Copying {
         let is_single = match buffer.action {
@@ -173,9 +159,6 @@ impl Choices {
     }
 }
 
-/// What a message costs, in picoseconds a byte.
-type Cost = u32;
-
 /// Decides for messages that are alike.
 #[derive(Debug)]
 struct Choice {
@@ -188,96 +171,12 @@ struct Choice {
     sample: Sample,
 }
 
-/// What comes one way at a time: the messages of an operation, or those of several that are in flight together.
-#[derive(Clone, Copy, Debug)]
-struct Sample {
-    /// It is the so many'th.
-    number: u64,
-    copying: Copying,
-    /// The last operation.
-    op: Option<OpId>,
-    /// The messages that are to come, and that have come.
-    chosen: u32,
-    came: u32,
-    bytes: u64,
-    took: Duration,
-    /// When a message came last, of this sample or of one before.
-    end: Option<Instant>,
-}
-
-impl Sample {
-    fn new(number: u64, copying: Copying, end: Option<Instant>) -> Sample {
-        Sample { number, copying, op: None, chosen: 0, came: 0, bytes: 0, took: Duration::ZERO, end }
-    }
-
-    /// Whether another operation begins another sample. Messages of operations that were given up never come.
-    fn is_over(&self) -> bool {
-        self.came == self.chosen || self.chosen >= IN_FLIGHT_MAX
-    }
-
-    /// A message has come. While others came it was not its turn.
-    fn add(&mut self, timed: Timed, len: usize, now: Instant) {
-        let begin = self.end.map_or(timed.since, |end| end.max(timed.since));
-        self.end = Some(now);
-        if timed.sample == self.number {
-            self.took += now.saturating_duration_since(begin);
-            self.bytes += len as u64;
-            self.came += 1;
-        }
-    }
-
-    fn cost(&self) -> Option<Cost> {
-        let cost = (self.took.as_nanos() * 1000).checked_div(u128::from(self.bytes))?;
-        Some(Cost::try_from(cost).unwrap_or(Cost::MAX))
-    }
-}
-
 #[derive(Debug)]
 enum State {
     /// Both ways are tried in turn.
     Trial([Costs; 2]),
     /// The faster one is kept, for so many operations by now, until `end` or until it costs much more than its `least`.
     Kept { seen: Costs, operations: u32, end: u32, least: Cost },
-}
-
-/// What some operations whose messages came one way have cost, in order.
-#[derive(Clone, Debug, Default)]
-struct Costs(SmallVec<[Cost; TRIAL_MAX]>);
-
-impl Costs {
-    fn add(&mut self, cost: Cost) {
-        let place = self.0.partition_point(|other| *other < cost);
-        self.0.insert(place, cost);
-    }
-
-    /// Those during which no thread was off its core, as far as can be told. A way that has many of the others is not fast.
-    fn undisturbed(&self) -> &[Cost] {
-        let most = self.0.first().map_or(Cost::MAX, |least| least.saturating_mul(DISTURBED_FACTOR));
-        let count = self.0.partition_point(|cost| *cost <= most);
-        &self.0[..count.max(self.0.len() - self.0.len() / DISTURBED_ONE_IN)]
-    }
-
-    fn extend(&mut self, cost: Option<Cost>) {
-        cost.into_iter().for_each(|cost| self.add(cost));
-    }
-
-    fn median(&self) -> Option<Cost> {
-        self.0.get(self.0.len() / 2).copied()
-    }
-
-    fn mean(&self) -> Cost {
-        let counted = self.undisturbed();
-        (counted.iter().map(|cost| u64::from(*cost)).sum::<u64>() / counted.len().max(1) as u64) as Cost
-    }
-
-    /// Whether each of these is less than each of `others`, and there are enough of both.
-    fn are_below(&self, others: &Costs) -> bool {
-        self.0.len() >= TRIAL_MIN && others.0.len() >= TRIAL_MIN && self.undisturbed().last() < others.0.first()
-    }
-
-    fn are_complete(&self) -> bool {
-        self.0.len() >= TRIAL_MAX
-    }
 }
 
 impl Choice {
@@ -350,19 +249,6 @@ impl Choice {
         self.state = State::Kept { seen: Costs::default(), operations: 0, end, least: least as Cost };
     }
 }
-
-/// How many operations go each way in a trial: so many if all are faster one way, and at most.
-const TRIAL_MIN: usize = 4;
-const TRIAL_MAX: usize = 16;
-
-/// One that took so many times as long as another one was held up.
-const DISTURBED_FACTOR: Cost = 8;
-
-/// One in so many is left out for that at most.
-const DISTURBED_ONE_IN: usize = 4;
-
-/// So many messages of different operations make a sample at most.
-const IN_FLIGHT_MAX: u32 = 64;
 
 /// What trials may lose: one in so many operations.
 const LOSS_ONE_IN: u64 = 100;

@@ -5,7 +5,7 @@
 //! through the ring. So ranks try each way at the same time. None tells another: all count the same collectives, and the count says
 //! what is tried when. After one that has failed, which may not have begun everywhere, they begin to count anew.
 
-use super::{Copying, Cost, Costs, Sample};
+use super::sample::{Copying, Cost, Costs, Sample};
 use crate::engine::completion::OpId;
 
 /// Decides for the messages of one rank in collectives of one size.

@@ -1,7 +1,10 @@
+use std::time::Duration;
+
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use super::sample::{IN_FLIGHT_MAX, TRIAL_MIN};
 use super::*;
 use crate::engine::completion::Completion;
 use crate::engine::reduce::Operands;
