@@ -457,3 +457,22 @@ pub(crate) const HOT_EAGER_BYTES: usize = 512 * 1024;
 
 /// How many times as long a cache-hot message may be before it is read where it lies.
 const HOT_FACTOR: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::mock_peer::Harness;
+    use crate::engine::region::{Region, Words};
+
+    #[test]
+    fn after_a_collective_that_has_failed_ranks_count_anew() {
+        let (mut harness, mut words) = (Harness::new(), Words::new(vec![0; 4]));
+        let (op, ctx) = (OpId::Collective(1), &mut harness.engine.context);
+        let mut buffer = RecvBuffer::new(Region::of(&[words.buffer()]), RecvAction::Store, Completion { op, step: 0 });
+        ctx.rndv.choices.choose_in_step(Rank(1), &mut buffer, 1 << 20, Copying::Single, Instant::now());
+        for (failed, known) in [(OpId::Message(1), 1), (op, 0)] {
+            ctx.cancel(failed, |_, _| ());
+            assert_eq!(ctx.rndv.copy_stats(Rank(1)).len(), known, "{failed:?}");
+        }
+    }
+}
