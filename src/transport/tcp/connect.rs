@@ -582,30 +582,39 @@ mod tests {
         }
     }
 
+    /// How a connection ends whose first listener speaks and hangs up as if that were so long after it was begun.
+    fn cut_short(targets: &[&TcpListener], age: Duration) -> LinkDown {
+        let mut connection = connection(targets, ATTEMPT_TIMEOUT);
+        let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
+        let (mut theirs, _) = targets[0].accept().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
+        let is_challenged = |stage: &Stage| matches!(stage, Stage::Proving(opening) if opening.is_challenged());
+        while !is_challenged(&connection.stage) {
+            assert_eq!(connection.drive(), Ok(false));
+        }
+        drop(theirs);
+        if let Stage::Proving(opening) = std::mem::replace(&mut connection.stage, Stage::Open) {
+            connection.stage = Stage::Proving(opening.aged(age));
+        }
+        loop {
+            if let Err(down) = connection.drive() {
+                return down;
+            }
+        }
+    }
+
     #[test]
     fn a_caller_that_has_to_make_room_calls_again_and_one_that_is_not_believed_does_not() {
-        for (wait, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_CROWDED, Down::Busy)] {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let mut connection = connection(&[&listener], ATTEMPT_TIMEOUT);
-            let mut accepting = Accepting::new(Identity { me: Rank(1), ..connection.identity.clone() });
-            let (mut theirs, _) = listener.accept().unwrap();
-            theirs.set_nonblocking(true).unwrap();
-            assert_eq!(accepting.drive(&mut theirs), Ok(None), "it has said something");
-            let is_challenged = |stage: &Stage| matches!(stage, Stage::Proving(opening) if opening.is_challenged());
-            while !is_challenged(&connection.stage) {
-                assert_eq!(connection.drive(), Ok(false));
-            }
-            drop(theirs);
-            if let Stage::Proving(opening) = std::mem::replace(&mut connection.stage, Stage::Open) {
-                connection.stage = Stage::Proving(opening.aged(wait));
-            }
-            let down = loop {
-                if let Err(down) = connection.drive() {
-                    break down;
-                }
-            };
+        let [listener, other] = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        for (age, kind) in [(Duration::ZERO, Down::Refused), (HANDSHAKE_TIMEOUT_CROWDED, Down::Busy)] {
+            let down = cut_short(&[&listener], age);
             assert_eq!(down.kind, kind, "{down}");
         }
+        let down = cut_short(&[&listener, &other], HANDSHAKE_TIMEOUT_CROWDED);
+        assert_eq!(down.kind, Down::Busy, "{down}");
+        other.set_nonblocking(true).unwrap();
+        assert!(other.accept().is_err(), "the peer is where somebody spoke");
     }
 
     #[test]
