@@ -93,9 +93,7 @@ impl Choices {
         let class = Class::of(from, buffer, operation_bytes);
         let choice = self.by_class.entry(class).or_insert_with(|| Choice::new(first));
         choice.begin(buffer.completion.op);
-        let sample = choice.sample.number;
-        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, is_in_step: false, sample }));
-        choice.sample.copying
+        note(buffer, &choice.sample, operation_bytes, false, now)
     }
 
     /// The same for a message of a collective in which its sender takes others meanwhile, and other ranks choose alike.
@@ -110,9 +108,7 @@ impl Choices {
         let class = Class::of(from, buffer, operation_bytes);
         let choice = self.in_step.entry(class).or_insert_with(|| InStep::new(first));
         choice.begin(buffer.completion.op);
-        let sample = choice.sample.number;
-        buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, is_in_step: true, sample }));
-        choice.sample.copying
+        note(buffer, &choice.sample, operation_bytes, true, now)
     }
 
     /// A message has come whole, in the way that was chosen for it.
@@ -157,6 +153,12 @@ impl Choices {
         stats.sort_by_key(|stats| (stats.bytes, stats.reduced, stats.exchanged));
         stats
     }
+}
+
+/// Notes in a message's buffer that it can come now, as one of `sample`, and returns how.
+fn note(buffer: &mut RecvBuffer, sample: &Sample, operation_bytes: usize, is_in_step: bool, now: Instant) -> Copying {
+    buffer.timed = Some(Box::new(Timed { since: now, operation_bytes, is_in_step, sample: sample.number }));
+    sample.copying
 }
 
 /// Decides for messages that are alike.

@@ -233,12 +233,10 @@ impl Connection {
                     Ok(false) => {
                         let is_late = opening.begun().elapsed() >= ATTEMPT_TIMEOUT;
                         let goes_on = self.turn_back() || is_late && self.try_another()?;
-                        if !goes_on && is_late && self.failures.is_busy {
-                            // The peer is where somebody spoke.
-                            return Err(self.failures.down());
-                        }
                         if !goes_on {
-                            return Ok(false);
+                            // If somebody has spoken elsewhere, the peer is there.
+                            let is_elsewhere = is_late && self.failures.is_busy;
+                            return if is_elsewhere { Err(self.failures.down()) } else { Ok(false) };
                         }
                     }
                     Err(down) => {
